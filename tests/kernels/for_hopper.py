@@ -7,6 +7,7 @@ one GPU and on ranks alike, by name and number.
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -14,13 +15,14 @@ from triton.runtime.driver import driver
 
 from tlt_kernels.gpu.compiler import FixedTarget
 from tlt_kernels.gpu.exchange import Way, WindowSizes, peer_windows, window_bytes
-from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_kernels.gpu.norm import add_rms_norm_into
+from tlt_kernels.gpu.quantise import empty_rows
 from tlt_kernels.gpu.rope import rope_store
 from tlt_kernels.gpu.sampling import BLOCK, block_words, blocks_of_rank, sample, sample_shared
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_kernels.gpu.variants import Variant, listed, preload
 
-RANKS, ROWS, HIDDEN = 2, 4, (3584, 5120)
+RANKS, ROWS, HIDDEN = 2, 4, (3584, 5120, 8192)
 # Vocabulary and ranks, which own 38, 32 or 75 of its blocks; the last size is aligned to nothing.
 SAMPLES = 16  # so that what a rank has found begins at 64 bytes
 SAMPLED = ((151936, 1), (151936, 2), (151936, 4), (128256, 1), (128256, 4), (32003, 1), (32003, 2))
@@ -35,12 +37,11 @@ class Target(FixedTarget):
 def main() -> None:
     driver.set_active(Target(GPUTarget("cuda", 90, 32)))
     texts = {}
-    for hidden in HIDDEN:
-        for way in Way:
-            for variant in variants(hidden, way):
-                asm = preload(variant).asm
-                name = f"{variant.kernel} {way.value} {hidden}"
-                texts[name] = {"ptx": asm["ptx"], "layouts": asm["ttgir"]}
+    for hidden, way, kind in product(HIDDEN, Way, ("", " quantised")):
+        for variant in variants(hidden, way, quantised=bool(kind)):
+            asm = preload(variant).asm
+            name = f"{variant.kernel} {way.value} {hidden}{kind}"
+            texts[name] = {"ptx": asm["ptx"], "layouts": asm["ttgir"]}
     alike = [
         *(each for vocabulary, ranks in SAMPLED for each in sampling(vocabulary, ranks)),
         *(each for ranks in (1, 4, 8) for each in rotation(ranks)),
@@ -50,19 +51,20 @@ def main() -> None:
     print(json.dumps(texts))
 
 
-def variants(hidden: int, way: Way) -> list[Variant]:
+def variants(hidden: int, way: Way, *, quantised: bool) -> list[Variant]:
     landing = way.landed(RANKS) * ROWS * hidden
     size = window_bytes(WindowSizes(ROWS * hidden, landing))
     whole = torch.zeros(size + 1024, dtype=torch.uint8)
     own = whole[-whole.data_ptr() % 1024 :][:size]
     peers = peer_windows(0, [own.data_ptr()] * RANKS, own, landing=landing)
     part, residual = peers.room(0).view(1, ROWS, hidden), torch.zeros(ROWS, hidden)
-    weight, out = (torch.zeros(*shape, hidden, dtype=torch.bfloat16) for shape in ((), (ROWS,)))
+    weight, plain = (torch.zeros(*shape, hidden, dtype=torch.bfloat16) for shape in ((), (ROWS,)))
+    out = empty_rows(ROWS, hidden, plain.device) if quantised else plain
     with listed() as found:
         peers.add_rms_norm(part, residual, weight, 1e-6, out_RH=out, way=way)
         if hidden == HIDDEN[0]:
             peers.gather(part, torch.zeros(RANKS, ROWS, hidden))
-        add_rms_norm(torch.zeros(RANKS, ROWS, hidden), residual, weight, 1e-6)
+        add_rms_norm_into(out, torch.zeros(RANKS, ROWS, hidden), residual, weight, 1e-6)
     return [*found]
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
+from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, assert_same_rows, gpu
 from tlt_kernels import reference
 from tlt_kernels.gpu.norm import (
     add,
     add_rms_norm,
+    add_rms_norm_into,
     embed_beside,
     embed_norms,
     embed_rms_norm,
     rms_norm,
 )
+from tlt_kernels.gpu.quantise import Rows, empty_rows, quantise_rows
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # one rounding of the result
@@ -66,11 +68,12 @@ def test_embeddings_are_looked_up_clamped_and_normed(dtype: torch.dtype) -> None
     embedding = draw(12, 160, dtype=dtype)
     weight = draw(160, dtype=dtype)
     feature_weight = draw(160, dtype=dtype, seed=3)
-    embedded = embed_rms_norm(token, embedding, weight, EPS)
-    assert_close("residual", embedded.residual_RH, embedding[known], 0.0)
+    normed = torch.empty(len(token), embedding.shape[1], dtype=weight.dtype, device=DEVICE)
+    residual = embed_rms_norm(token, embedding, weight, EPS, normed)
+    assert_close("residual", residual, embedding[known], 0.0)
     assert_close(
         "normed",
-        embedded.normed_RH,
+        normed,
         reference.rms_norm(embedding[known].double(), weight.double(), EPS),
         TOLERANCE[dtype],
     )
@@ -78,8 +81,9 @@ def test_embeddings_are_looked_up_clamped_and_normed(dtype: torch.dtype) -> None
         draw(5, 160, dtype=dtype, seed=4),
         draw(5, 160, seed=4),
     ):  # a target's fused feature, and the hint of a draft row
-        both = embed_norms(token, embedding, weight, g, feature_weight, EPS)
-        assert_close("embedding half", both[:, :160], embedded.normed_RH, 1e-12)
+        both = torch.empty(5, 320, dtype=dtype, device=DEVICE)
+        embed_norms(token, embedding, weight, g, feature_weight, EPS, both)
+        assert_close("embedding half", both[:, :160], normed, 1e-12)
         assert_close(
             "feature half",
             both[:, 160:],
@@ -104,9 +108,31 @@ def test_without_norm_weights_halves_are_copied_and_sums_rounded(dtype: torch.dt
 def test_norm_of_no_rows_launches_no_kernel() -> None:
     weight = draw(32)
     assert add_rms_norm(draw(2, 0, 32), draw(0, 32), weight, EPS).shape == (0, 32)
-    assert embed_rms_norm(
-        torch.zeros(0, dtype=torch.int32, device=DEVICE), draw(4, 32), weight, EPS
-    ).normed_RH.shape == (0, 32)
+    token = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    assert embed_rms_norm(token, draw(4, 32), weight, EPS, draw(0, 32)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [128, 384])
+def test_quantised_norms_are_those_of_rounded_rows(hidden: int, dtype: torch.dtype) -> None:
+    token = torch.tensor([3, 11, 0], dtype=torch.int32, device=DEVICE)
+    embedding, weight = draw(12, hidden, dtype=dtype), draw(hidden, dtype=dtype, seed=1)
+    weight[:128] *= 1e4
+    part, residual = draw(3, 3, hidden), draw(3, hidden, seed=2)
+
+    def embedded(out: Rows) -> Rows:
+        embed_rms_norm(token, embedding, weight, EPS, out)
+        return out
+
+    def joined(out: Rows) -> Rows:
+        return embed_norms(token, embedding, weight, residual, weight, EPS, out)
+
+    def added(out: Rows) -> Rows:
+        return add_rms_norm_into(out, part, residual.clone(), weight, EPS)
+
+    for compute, width in ((embedded, hidden), (joined, 2 * hidden), (added, hidden)):
+        rows = compute(torch.empty(3, width, dtype=dtype, device=DEVICE))
+        assert_same_rows(compute(empty_rows(3, width, rows.device)), quantise_rows(rows))
 
 
 @gpu

@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
+from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, assert_same_rows, gpu
 from tlt_kernels import reference
 from tlt_kernels.gpu import exchange
 from tlt_kernels.gpu.agreement import SUM_FLOATS
@@ -37,12 +37,12 @@ from tlt_kernels.gpu.exchange import (
 from tlt_kernels.gpu.exchange_kernels import HEAD_BYTES, PROGRAMS, PUSH_FLAGS
 from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
-from tlt_kernels.gpu.quantise import Matrix
+from tlt_kernels.gpu.quantise import Matrix, Quantised, empty_rows, quantise_rows
 from tlt_kernels.gpu.sampling import BLOCK, block_words, blocks_of_rank, sample, sample_shared
 from tlt_kernels.gpu.signals import EXCHANGE, FLAG_BYTES
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
-ROWS, HIDDEN, EPS = 3, 160, 1e-6
+ROWS, HIDDEN, EPS = 3, 384, 1e-6
 AHEAD = 1 << 20  # the number of an exchange that no test reaches
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 
@@ -140,9 +140,13 @@ def test_every_exchange_method_gives_the_bits_of_a_single_rank(
                 each.state.zero_()
                 push_flags(each).fill_(1)
                 found, out = residual.clone(), torch.full_like(whole, float("nan"))
-                each.add_rms_norm(mine, found, weight, EPS, bias_H=bias, out_RH=out, way=way)
+                rows = empty_rows(ROWS, HIDDEN, out.device) if turn else out
+                each.add_rms_norm(mine, found, weight, EPS, bias_H=bias, out_RH=rows, way=way)
                 if late == 1:
-                    assert_same_bits(f"normed, rank {each.rank}", out, whole)
+                    if isinstance(rows, Quantised):
+                        assert_same_rows(rows, quantise_rows(whole))
+                    else:
+                        assert_same_bits(f"normed, rank {each.rank}", out, whole)
                     assert_same_bits(f"residual, rank {each.rank}", found, whole_residual)
         for each in peers:
             each.own[HEAD_BYTES + each._rooms.nbytes :].zero_()
@@ -405,12 +409,13 @@ def test_kernels_for_hopper_signal_without_multicast(for_hopper: dict[str, dict[
         while (signalled := ptx.find("st.release.sys", signalled + 1)) > 0:
             stored = ptx.rindex("st.global.v4.b32", 0, signalled)
             assert stored < ptx.index("bar.sync", stored) < signalled, "signalled early"
-    for hidden in (3584, 5120):
+    for hidden in (3584, 5120, 8192):
         for name in (push, both):
             limits = r"\.reqntid (\d+)\n\.maxnreg (\d+)"
             [(threads, registers)] = re.findall(limits, texts[f"{name} {hidden}"]["ptx"])
             assert 2 * int(threads) * int(registers) <= 65536, "two fit on a multiprocessor"
-        named = (f"{name} {hidden}" for name in (pull, push, both, "_add_rms_norm pull"))
+        named = [f"{name} {hidden}" for name in (pull, push, both, "_add_rms_norm pull")]
+        named += [f"{name} quantised" for name in named]
         found = [reductions(texts[name]["layouts"]) for name in named]
         assert found[0] and found == len(found) * found[:1]
     quads = "sizePerThread = [1, 4], threadsPerWarp = [32, 1]"  # 16 bytes next to one another

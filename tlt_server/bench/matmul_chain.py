@@ -124,10 +124,10 @@ def step(chain: Chain, inputs: Inputs, matmuls: StrictMatmuls, sums: LayerSums) 
     for layer in chain.layers:
         matmuls.linear(normed, layer.qkv, layer.qkv_bias)
         part = matmuls.partials(inputs.attended, layer.o, room=sums.room(ATTENTION, rows))
-        normed = sums.add_rms_norm(part, residual, chain.norm, EPS)
+        normed = sums.add_rms_norm(part, residual, chain.norm, EPS, torch.empty_like(inputs.x))
         inner = matmuls.gated(normed, layer.gate_up)
         part = matmuls.partials(inner, layer.down, room=sums.room(MLP, rows))
-        normed = sums.add_rms_norm(part, residual, chain.norm, EPS)
+        normed = sums.add_rms_norm(part, residual, chain.norm, EPS, torch.empty_like(inputs.x))
     return matmuls.linear(normed[:SAMPLED], chain.head, out_dtype=torch.float32)
 
 

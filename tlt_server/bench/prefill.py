@@ -89,7 +89,9 @@ class Library(FastMatmuls):
         return functional.linear(plain(x), weight.values)[None]
 
     @staticmethod
-    def gated(x: Tensor | Quantised, weight: Matrix) -> Tensor:
+    def gated(
+        x: Tensor | Quantised, weight: Matrix, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         return silu_mul(functional.linear(plain(x), weight.values))
 
 

@@ -29,6 +29,7 @@ from tlt_kernels.gpu import signals
 from tlt_kernels.gpu.exchange_kernels import HEAD_BYTES, MAX_RANKS, PROGRAMS, PUSH_REGISTERS
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.norm import shape
+from tlt_kernels.gpu.quantise import Rows, places
 from tlt_kernels.gpu.target import PDL
 
 ROOMS = 2
@@ -122,8 +123,8 @@ class RankPeers(Protocol):
         eps: float,
         *,
         bias_H: Tensor | None = None,
-        out_RH: Tensor,
-    ) -> Tensor:
+        out_RH: Rows,
+    ) -> Rows:
         """Add all ranks' partial sums as one tree, then the bias, to the residual (in place), and
         store its norm to `out_RH`; without a weight, the residual itself.
 
@@ -209,9 +210,9 @@ class PeerWindows(NamedTuple):
         eps: float,
         *,
         bias_H: Tensor | None = None,
-        out_RH: Tensor,
+        out_RH: Rows,
         way: Way | None = None,
-    ) -> Tensor:
+    ) -> Rows:
         """`way`: the route to take, instead of the one for this number of rows."""
         parts, rows, hidden = part_PRH.shape
         assert parts in (1, 2, 4, 8) and part_PRH.dtype == torch.float32
@@ -219,7 +220,8 @@ class PeerWindows(NamedTuple):
         if not rows:
             return out_RH
         way = way or way_of(self.ranks, rows)
-        sums = (part_PRH, residual_RH, bias_H, weight_H, out_RH, eps, self.rank, rows)
+        out = places(out_RH)
+        sums = (part_PRH, residual_RH, bias_H, weight_H, *out, eps, self.rank, rows)
         meta = {
             "T": self.ranks,
             "P": parts,

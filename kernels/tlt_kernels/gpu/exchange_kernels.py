@@ -68,6 +68,8 @@ def pull_add_rms_norm(
     bias_H,
     weight_H,
     out_RH,
+    scales_GW,
+    W,
     eps,
     rank,
     rows,
@@ -93,8 +95,8 @@ def pull_add_rms_norm(
     # The last load decides how a row lies in registers, and so the order of the norm's sum.
     residual = tl.load(residual_RH + row + h, mask=inside, other=0.0)
     add_to_residual(
-        tl.reshape(total_Q4, [BLOCK]), residual, weight, residual_RH, bias_H, out_RH, row, h,
-        inside, eps, BIASED, NORMED, H,
+        tl.reshape(total_Q4, [BLOCK]), residual, weight, residual_RH, bias_H, weight_H, out_RH,
+        scales_GW, W, tl.program_id(0), row, h, inside, eps, BIASED, NORMED, H, BLOCK,
     )  # fmt: skip
 
 
@@ -120,6 +122,8 @@ def push_add_rms_norm(
     bias_H,
     weight_H,
     out_RH,
+    scales_GW,
+    W,
     eps,
     rank,
     rows,
@@ -173,8 +177,8 @@ def push_add_rms_norm(
         else:
             total = tree(landed + at, stride, inside, T)
         add_to_residual(
-            total, residual, weight, residual_RH, bias_H, out_RH, row * H, h, inside, eps,
-            BIASED, NORMED, H,
+            total, residual, weight, residual_RH, bias_H, weight_H, out_RH, scales_GW, W, row,
+            row * H, h, inside, eps, BIASED, NORMED, H, BLOCK,
         )  # fmt: skip
 
 

@@ -77,7 +77,9 @@ def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
 
 
 def _taken(x: Tensor | Quantised, weight: Matrix) -> tuple[Tensor | Quantised, int, torch.dtype]:
-    """Return x as this weight's matmul takes it, its rows, and the type that results have."""
+    """Return x as this weight's matmul takes it, its rows, and the type that results have if the
+    caller names none.
+    """
     if isinstance(x, Quantised):
         return x, len(x.values_MK), torch.bfloat16
     return x if weight.scales is None else quantise_rows(x), len(x), x.dtype
@@ -155,12 +157,12 @@ def partials(
     return out_PMN
 
 
-def gated(x: Tensor | Quantised, weight: Matrix) -> Tensor:
+def gated(x: Tensor | Quantised, weight: Matrix, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """Return silu(gate) * up, computed in float32 and rounded once. The weight's first I rows are
     the gate's, the rest are up's.
     """
     x, m, dtype = _taken(x, weight)
     device = weight.values.device
-    out_MI = torch.empty(m, len(weight.values) // 2, dtype=dtype, device=device)
+    out_MI = torch.empty(m, len(weight.values) // 2, dtype=out_dtype or dtype, device=device)
     _multiply(Kind.GATED, x, weight, None, out_MI)
     return out_MI

@@ -3,26 +3,21 @@ the residual stream.
 
 There is one row per program, and the number of warps depends on H only, so a row's bits depend on
 that row alone. Arithmetic is float32, rounded once; the residual stream stays float32. The models
-call these kernels between the matmuls.
+call these kernels between the matmuls. A norm may be written in e4m3, with the scales that its
+rounded values have.
 
 Legend: R rows, H hidden, V vocabulary, P partial sums of a matmul.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlt_kernels.gpu.quantise import Quantised, Rows, places, put_row
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-
-
-class Embedded(NamedTuple):
-    residual_RH: Tensor  # float32
-    normed_RH: Tensor
 
 
 @triton.jit
@@ -59,8 +54,9 @@ def _rms_norm(x_RH, weight_H, out_RH, eps, H: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def add_to_residual(
-    total, residual, weight, residual_RH, bias_H, out_RH, at, h, inside, eps,
-    BIASED: tl.constexpr, NORMED: tl.constexpr, H: tl.constexpr,
+    total, residual, weight, residual_RH, bias_H, weight_H, out_RH, scales_GW, W, row, at, h,
+    inside, eps,
+    BIASED: tl.constexpr, NORMED: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the bias, then the residual, to the sum of the row that begins at `at`, and store the
     residual and its norm.
@@ -70,7 +66,7 @@ def add_to_residual(
     residual += total
     tl.store(residual_RH + at + h, residual, mask=inside)
     out = _normed(residual, weight, eps, H) if NORMED else residual
-    tl.store(out_RH + at + h, out.to(out_RH.dtype.element_ty), mask=inside)
+    put_row(out, out_RH, scales_GW, W, row, at, h, inside, weight_H, H, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -80,6 +76,8 @@ def _add_rms_norm(
     bias_H,
     weight_H,
     out_RH,
+    scales_GW,
+    W,
     eps,
     rows,
     P: tl.constexpr,
@@ -92,13 +90,14 @@ def _add_rms_norm(
     h = tl.arange(0, BLOCK)
     inside = h < H
     weight = tl.load(weight_H + h, mask=inside, other=0.0).to(tl.float32) if NORMED else 0.0
-    row = tl.program_id(0).to(tl.int64) * H
+    row = tl.program_id(0).to(tl.int64)
+    at = row * H
     pdl_wait()
-    residual = tl.load(residual_RH + row + h, mask=inside, other=0.0)
-    total = tree(part_PRH + row + h, rows.to(tl.int64) * H, inside, P)
+    residual = tl.load(residual_RH + at + h, mask=inside, other=0.0)
+    total = tree(part_PRH + at + h, rows.to(tl.int64) * H, inside, P)
     add_to_residual(
-        total, residual, weight, residual_RH, bias_H, out_RH, row, h, inside, eps,
-        BIASED, NORMED, H,
+        total, residual, weight, residual_RH, bias_H, weight_H, out_RH, scales_GW, W, row, at, h,
+        inside, eps, BIASED, NORMED, H, BLOCK,
     )  # fmt: skip
 
 
@@ -109,6 +108,8 @@ def _embed_rms_norm(
     weight_H,
     residual_RH,
     out_RH,
+    scales_GW,
+    W,
     eps,
     vocabulary,
     H: tl.constexpr,
@@ -123,9 +124,8 @@ def _embed_rms_norm(
     token = tl.minimum(tl.maximum(tl.load(token_R + r), 0), vocabulary - 1).to(tl.int64)
     x = tl.load(embedding_VH + token * H + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(residual_RH + r * H + h, x, mask=inside)
-    tl.store(
-        out_RH + r * H + h, _normed(x, weight, eps, H).to(out_RH.dtype.element_ty), mask=inside
-    )
+    normed = _normed(x, weight, eps, H)
+    put_row(normed, out_RH, scales_GW, W, r, r * H, h, inside, weight_H, H, BLOCK)
 
 
 @triton.jit
@@ -136,6 +136,8 @@ def _embed_halves(
     g_RH,
     w_feature_H,
     out_RX,
+    scales_GW,
+    W,
     eps,
     vocabulary,
     NORMED: tl.constexpr,
@@ -161,7 +163,9 @@ def _embed_halves(
         x = tl.load(g_RH + r * H + h, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         x = _normed(x, weight, eps, H)
-    tl.store(out_RX + (r * 2 + half) * H + h, x.to(out_RX.dtype.element_ty), mask=inside)
+    if scales_GW is not None:
+        scales_GW += half * (H // 128) * W
+    put_row(x, out_RX, scales_GW, W, r, (r * 2 + half) * H, h, inside, embedding_VH, H, BLOCK)
 
 
 def shape(hidden: int) -> dict[str, int]:
@@ -194,7 +198,7 @@ def add_rms_norm(
     if out_RH is None:
         assert weight_H is not None
         out_RH = torch.empty(part_PRH.shape[1:], dtype=weight_H.dtype, device=weight_H.device)
-    return _add(part_PRH, residual_RH, weight_H, eps, bias_H, out_RH)
+    return add_rms_norm_into(out_RH, part_PRH, residual_RH, weight_H, eps, bias_H=bias_H)
 
 
 def add(part_PRH: Tensor, residual_RH: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,17 +206,19 @@ def add(part_PRH: Tensor, residual_RH: Tensor, dtype: torch.dtype) -> Tensor:
     `dtype`.
     """
     out_RH = torch.empty(part_PRH.shape[1:], dtype=dtype, device=part_PRH.device)
-    return _add(part_PRH, residual_RH, None, 0.0, None, out_RH)
+    return add_rms_norm_into(out_RH, part_PRH, residual_RH, None, 0.0)
 
 
-def _add(
+def add_rms_norm_into(
+    out_RH: Rows,
     part_PRH: Tensor,
     residual_RH: Tensor,
     weight_H: Tensor | None,
     eps: float,
-    bias_H: Tensor | None,
-    out_RH: Tensor,
-) -> Tensor:
+    *,
+    bias_H: Tensor | None = None,
+) -> Rows:
+    """Compute `add_rms_norm`, whose norm may be quantised."""
     parts, rows, hidden = part_PRH.shape
     if rows:
         _add_rms_norm[(rows,)](
@@ -220,7 +226,7 @@ def _add(
             residual_RH,
             bias_H,
             weight_H,
-            out_RH,
+            *places(out_RH),
             eps,
             rows,
             P=parts,
@@ -232,26 +238,27 @@ def _add(
     return out_RH
 
 
-def embed_rms_norm(token_R: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float) -> Embedded:
-    """Return the embeddings of tokens as a float32 residual stream, and their norm. Ids out of
-    range (dead rows) are clamped.
+def embed_rms_norm(
+    token_R: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float, out_RH: Tensor | Quantised
+) -> Tensor:
+    """Return the embeddings of tokens as a float32 residual stream; write their norm to `out_RH`.
+    Ids out of range (dead rows) are clamped.
     """
     rows, (vocabulary, hidden) = len(token_R), embedding_VH.shape
     residual_RH = torch.empty(rows, hidden, dtype=torch.float32, device=embedding_VH.device)
-    normed_RH = torch.empty(rows, hidden, dtype=weight_H.dtype, device=embedding_VH.device)
     if rows:
         _embed_rms_norm[(rows,)](
             token_R,
             embedding_VH,
             weight_H,
             residual_RH,
-            normed_RH,
+            *places(out_RH),
             eps,
             vocabulary,
             **shape(hidden),
             **PDL,
         )
-    return Embedded(residual_RH, normed_RH)
+    return residual_RH
 
 
 def embed_norms(
@@ -261,16 +268,19 @@ def embed_norms(
     g_RH: Tensor,
     w_feature_H: Tensor,
     eps: float,
-) -> Tensor:
-    """Return the input of an EAGLE-3 layer, [R, 2H]: the norm of the tokens' embeddings, then the
-    norm of the features g.
+    out_RX: Rows,
+) -> Rows:
+    """Write and return the input of an EAGLE-3 layer, [R, 2H]: the norm of the tokens' embeddings,
+    then the norm of the features g.
     """
-    return _embed_beside(token_R, embedding_VH, w_embed_H, g_RH, w_feature_H, eps)
+    return _embed_beside(token_R, embedding_VH, w_embed_H, g_RH, w_feature_H, eps, out_RX)
 
 
 def embed_beside(token_R: Tensor, embedding_VH: Tensor, g_RH: Tensor) -> Tensor:
     """Return the tokens' embeddings, then the features g, [R, 2H], in the embedding's dtype."""
-    return _embed_beside(token_R, embedding_VH, None, g_RH, None, 0.0)
+    shape, dtype = (len(token_R), 2 * embedding_VH.shape[1]), embedding_VH.dtype
+    out_RX = torch.empty(shape, dtype=dtype, device=embedding_VH.device)
+    return _embed_beside(token_R, embedding_VH, None, g_RH, None, 0.0, out_RX)
 
 
 def _embed_beside(
@@ -280,9 +290,9 @@ def _embed_beside(
     g_RH: Tensor,
     w_feature_H: Tensor | None,
     eps: float,
-) -> Tensor:
+    out_RX: Rows,
+) -> Rows:
     rows, (vocabulary, hidden) = len(token_R), embedding_VH.shape
-    out_RX = torch.empty(rows, 2 * hidden, dtype=embedding_VH.dtype, device=embedding_VH.device)
     if rows:
         _embed_halves[(rows, 2)](
             token_R,
@@ -290,7 +300,7 @@ def _embed_beside(
             w_embed_H,
             g_RH,
             w_feature_H,
-            out_RX,
+            *places(out_RX),
             eps,
             vocabulary,
             NORMED=w_embed_H is not None,

@@ -3,15 +3,15 @@ scale per 128 inputs.
 
 The rule of a scale is that of `tlt_client.quantise`: the smallest power of two s with m / s <= 464,
 for the largest magnitude m. It depends on the row's own values alone, so a row has the same bits in
-any company. Kernels that have a row in registers quantise it with `scale_of` and `scaled`;
-`quantise_rows` is for the others.
+any company. Kernels that have a row, or 128 of its values, in registers write it quantised
+(`put_row`); `quantise_rows` is for the others.
 
 Legend: M rows, N outputs, K inputs, G = K / 128, W rows of x padded for the copy engine.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -48,6 +48,14 @@ class Quantised(NamedTuple):
     scales_GW: Tensor  # float32
 
 
+Rows = TypeVar("Rows", bound=Tensor | Quantised)  # what a kernel writes, and returns
+
+
+def places(out: Tensor | Quantised) -> tuple[Tensor, Tensor | None, int]:
+    """Return what `put_row` takes: values, scales and their width W."""
+    return (*out, out.scales_GW.shape[1]) if isinstance(out, Quantised) else (out, None, 0)
+
+
 @triton.jit
 def scale_of(top):
     """Return the scales of float32 magnitudes; 1 where all values would become 0."""
@@ -68,6 +76,33 @@ def scaled(x, scale):
         sign = y.to(tl.int32, bitcast=True) & -0x80000000
         y = (((size + unit) - unit).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return y.to(tl.float8e4nv)
+
+
+@triton.jit
+def quantised(x, like, BLOCKS: tl.constexpr):
+    """Return x, rounded to the type that `like` points to, as e4m3 [BLOCKS, 128], and its scales
+    [BLOCKS].
+    """
+    x_B128 = tl.reshape(x.to(like.dtype.element_ty).to(tl.float32), [BLOCKS, _BLOCK])
+    scale_B = scale_of(tl.max(tl.abs(x_B128), axis=1))
+    return scaled(x_B128, scale_B[:, None]), scale_B
+
+
+@triton.jit
+def put_row(
+    x, values, scales_GW, W, row, at, h, inside, like, H: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store a row that begins at `at`: quantised if there are scales. x is 0 beyond H; `like`: a
+    pointer to the type of rows that are not quantised.
+    """
+    if scales_GW is None:
+        tl.store(values + at + h, x.to(values.dtype.element_ty), mask=inside)
+    else:
+        value_B128, scale_B = quantised(x, like, BLOCK // _BLOCK)
+        g_B = tl.arange(0, BLOCK // _BLOCK)
+        k_B128 = g_B[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        tl.store(values + at + k_B128, value_B128, mask=k_B128 < H)
+        tl.store(scales_GW + g_B * W + row, scale_B, mask=g_B < H // _BLOCK)
 
 
 @triton.jit

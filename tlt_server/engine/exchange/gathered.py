@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.exchange import ROOMS
-from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_kernels.gpu.norm import add_rms_norm_into
+from tlt_kernels.gpu.quantise import Rows
 from tlt_server.engine.exchange.gloo import GlooExchange
 
 
@@ -64,12 +65,12 @@ class GatheredPeers:
         eps: float,
         *,
         bias_H: Tensor | None = None,
-        out_RH: Tensor,
-    ) -> Tensor:
+        out_RH: Rows,
+    ) -> Rows:
         part_TPRH = part_PRH.new_empty(self.ranks, *part_PRH.shape)
         self._gather(part_PRH, part_TPRH)
         part_LRH = part_TPRH.flatten(0, 1)
-        return add_rms_norm(part_LRH, residual_RH, weight_H, eps, bias_H=bias_H, out_RH=out_RH)
+        return add_rms_norm_into(out_RH, part_LRH, residual_RH, weight_H, eps, bias_H=bias_H)
 
     def gather(self, mine_X: Tensor, out_TX: Tensor) -> Tensor:
         self._gather(mine_X, out_TX)

@@ -19,13 +19,19 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.norm import embed_rms_norm
-from tlt_kernels.gpu.quantise import Matrix
+from tlt_kernels.gpu.quantise import Matrix, Quantised
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer
-from tlt_server.models.gpu.layers import Attend, GpuGatedMlp, GpuSelfAttention, RowTensors
+from tlt_server.models.gpu.layers import (
+    Attend,
+    GpuGatedMlp,
+    GpuProjection,
+    GpuSelfAttention,
+    RowTensors,
+)
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.placement import Placement
@@ -160,35 +166,41 @@ class GpuDecoder:
         to some rows, by layer.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
-        sums = self.placement.sums
-        residual_RH, normed_RH = embed_rms_norm(
-            rows.token_R, self.embedding_VH, self.layers[0].input_norm_H, eps
+        sums, count, layers = self.placement.sums, len(rows.token_R), self.layers
+
+        def input_of(projection: GpuProjection) -> Tensor | Quantised:
+            # Adapters read unquantised rows, which the matmul then quantises itself.
+            quantised = projection.quantised and adapted is None
+            return self.placement.rows(count, self.hidden_size, quantised=quantised)
+
+        x_RH = input_of(layers[0].self_attention.qkv)
+        residual_RH = embed_rms_norm(
+            rows.token_R, self.embedding_VH, layers[0].input_norm_H, eps, x_RH
         )
-        features_RF = self.placement.empty(len(residual_RH), self.feature_width)
-        for index, layer in enumerate(self.layers):
+        features_RF = self.placement.empty(count, self.feature_width)
+        hidden_RH = self.placement.empty(count, self.hidden_size) if out_RH is None else out_RH
+        for index, layer in enumerate(layers):
             self._keep(index, residual_RH, features_RF)
             own = adapted[index] if adapted is not None else None
             part_PRH = layer.self_attention(
-                normed_RH,
+                x_RH,
                 keys[index],
                 values[index],
                 rows,
                 attend,
                 adapted=own,
-                room=sums.room(ATTENTION, len(normed_RH)),
+                room=sums.room(ATTENTION, count),
             )
-            normed_RH = sums.add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
-            last = index + 1 == len(self.layers)
-            next_norm_H = self.final_norm_H if last else self.layers[index + 1].input_norm_H
-            normed_RH = sums.add_rms_norm(
-                layer.mlp(normed_RH, own, sums.room(MLP, len(normed_RH))),
-                residual_RH,
-                next_norm_H,
-                eps,
-                out_RH=out_RH if last else None,
-            )
-        self._keep(len(self.layers), normed_RH, features_RF)
-        return Forward(normed_RH, features_RF)
+            x_RH = input_of(layer.mlp.gate_up)
+            sums.add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps, x_RH)
+            part_PRH = layer.mlp(x_RH, own, sums.room(MLP, count))
+            if index + 1 < len(layers):
+                x_RH = input_of(layers[index + 1].self_attention.qkv)
+                next_norm_H = layers[index + 1].input_norm_H
+                sums.add_rms_norm(part_PRH, residual_RH, next_norm_H, eps, x_RH)
+        sums.add_rms_norm(part_PRH, residual_RH, self.final_norm_H, eps, hidden_RH)
+        self._keep(len(layers), hidden_RH, features_RF)
+        return Forward(hidden_RH, features_RF)
 
     def _keep(self, index: int, state_RH: Tensor, features_RF: Tensor) -> None:
         """Copy the state to every feature of this layer; a small target may use one layer twice."""

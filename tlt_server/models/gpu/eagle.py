@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.children import children, children_shared
 from tlt_kernels.gpu.norm import add, embed_beside, embed_norms
-from tlt_kernels.gpu.quantise import Matrix
+from tlt_kernels.gpu.quantise import Matrix, Quantised
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
@@ -35,6 +35,7 @@ from tlt_server.models.gpu.layers import (
     GpuProjection,
     GpuSelfAttention,
     RowTensors,
+    plain,
 )
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
@@ -154,13 +155,13 @@ class GpuEagleNetwork:
         """Return the next position's g, [R, H], from the target's features."""
         raise NotImplementedError
 
-    def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
+    def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor | Quantised:
         """Return the layer's input [R, X], and write the start of the residual stream to `g_RH`,
         float32.
         """
         raise NotImplementedError
 
-    def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor:
+    def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor | Quantised:
         """Add the last partial sums to the residual, in place; return the input of the head."""
         raise NotImplementedError
 
@@ -189,14 +190,14 @@ class GpuEagleNetwork:
         `part.tokens`. `g_RH`, float32, becomes the end of the residual stream, the feature for
         drafts after these rows.
         """
-        input_RX, sums = self.join(rows, g_RH), self.sums
-        room = sums.room(ATTENTION, len(input_RX))
+        input_RX, sums, eps = self.join(rows, g_RH), self.sums, self.config.norm_eps
+        room = sums.room(ATTENTION, len(g_RH))
         part_PRH = self.self_attention(
             input_RX, cache.k[0], cache.v[0], rows, attend, first=1, room=room
         )
-        eps = self.config.norm_eps
-        normed_RH = sums.add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
-        hidden_RH = self.hidden(self.mlp(normed_RH, room=sums.room(MLP, len(normed_RH))), g_RH)
+        x_RH = self.placement.rows(*g_RH.shape, quantised=self.mlp.gate_up.quantised)
+        sums.add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps, x_RH)
+        hidden_RH = self.hidden(self.mlp(x_RH, room=sums.room(MLP, len(g_RH))), g_RH)
         return self.placement.matmuls.linear(hidden_RH, self.head_matrix, out_dtype=torch.float32)
 
     def children(
@@ -250,7 +251,10 @@ class GpuEagle3(GpuEagleNetwork):
     def fuse(self, features_RF: Tensor) -> Tensor:
         return self.fusion(features_RF)
 
-    def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
+    def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor | Quantised:
+        read = self.described.norm_before_residual  # from rows that are not quantised
+        count, hidden = g_RH.shape
+        quantised = self.self_attention.qkv.quantised and not read
         input_RX = embed_norms(
             rows.token_R,
             self.embedding_VH,
@@ -258,14 +262,19 @@ class GpuEagle3(GpuEagleNetwork):
             g_RH,
             self.feature_norm_H,
             self.config.norm_eps,
+            self.placement.rows(count, 2 * hidden, quantised=quantised),
         )
-        if self.described.norm_before_residual:
-            g_RH.copy_(input_RX[:, g_RH.shape[1] :])
+        if read:
+            g_RH.copy_(plain(input_RX)[:, hidden:])
         return input_RX
 
-    def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor:
+    def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor | Quantised:
         return self.sums.add_rms_norm(
-            part_PRH, residual_RH, self.final_norm_H, self.config.norm_eps
+            part_PRH,
+            residual_RH,
+            self.final_norm_H,
+            self.config.norm_eps,
+            self.placement.rows(*residual_RH.shape, quantised=self.head.quantised),
         )
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.gemm_tiles import PARTS
+from tlt_kernels.gpu.quantise import Quantised
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.config import LayerShape
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
@@ -56,12 +57,18 @@ class GpuProjection:
         quantised: bool = False,
     ) -> None:
         self._parts, self.matmuls, outputs = parts, placement.matmuls, sum(parts.values())
+        self._dtype = placement.dtype
         self.weight = placement.matrix(outputs, inputs, quantised=quantised)
         self._bias_X = placement.empty(outputs) if bias else None
 
+    @property
+    def quantised(self) -> bool:
+        """Return True if it takes rows in FP8. It also takes others, and quantises them."""
+        return self.weight.scales is not None
+
     def __call__(
         self,
-        x_RK: Tensor,
+        x_RK: Tensor | Quantised,
         *,
         first: int = 0,
         out_dtype: torch.dtype | None = None,
@@ -69,12 +76,12 @@ class GpuProjection:
     ) -> Tensor:
         """Return the outputs from `first` on, in `out_RX` where that is given."""
         bias_X = None if self._bias_X is None else self._bias_X[first:]
-        weight = self.weight.rows(first)
-        return self.matmuls.linear(x_RK, weight, bias_X, out_dtype=out_dtype, out_MN=out_RX)
+        weight, dtype = self.weight.rows(first), out_dtype or self._dtype
+        return self.matmuls.linear(x_RK, weight, bias_X, out_dtype=dtype, out_MN=out_RX)
 
-    def gated(self, x_RK: Tensor) -> Tensor:
+    def gated(self, x_RK: Tensor | Quantised) -> Tensor:
         """Return silu(gate) * up, where the first half of the outputs is gate's: [R, X / 2]."""
-        return self.matmuls.gated(x_RK, self.weight)
+        return self.matmuls.gated(x_RK, self.weight, out_dtype=self._dtype)
 
     def partials(
         self, x_RK: Tensor, adapted: GpuAdaptedProjection | None, room: Room | None
@@ -98,6 +105,11 @@ class GpuProjection:
 
     def storage(self) -> list[Tensor]:
         return present(*self.weight, self._bias_X)
+
+
+def plain(x_RK: Tensor | Quantised) -> Tensor:
+    assert isinstance(x_RK, Tensor), "read by more than matmuls, and quantised"
+    return x_RK
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:
@@ -143,7 +155,7 @@ class GpuSelfAttention:
 
     def __call__(
         self,
-        x_RH: Tensor,
+        x_RH: Tensor | Quantised,
         k_SKD: Tensor,
         v_SKD: Tensor,
         rows: RowTensors,
@@ -157,15 +169,17 @@ class GpuSelfAttention:
         sums [P, R, H] of the output, in `room` if given.
         """
         if adapted is not None:
-            low_PRX = adapted.qkv.shrink(x_RH)
+            low_PRX = adapted.qkv.shrink(plain(x_RH))
         qkv_RX = self.qkv(x_RH)
         if adapted is not None:
             adapted.qkv.expand(low_PRX, qkv_RX)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
-        out_RX = attend(q_RND, k_SKD, v_SKD, first=first).view(len(x_RH), self.query_width)
+        out_RX = attend(q_RND, k_SKD, v_SKD, first=first).view(len(qkv_RX), self.query_width)
         return self.output.partials(out_RX, adapted and adapted.output, room)
 
-    def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
+    def store(
+        self, x_RH: Tensor | Quantised, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors
+    ) -> None:
         """Write only the rows' keys and values."""
         self._store(self.qkv(x_RH, first=self.query_width), 0, k_SKD, v_SKD, rows)
 
@@ -218,12 +232,16 @@ class GpuGatedMlp:
         )
 
     def __call__(
-        self, x_RH: Tensor, adapted: GpuAdaptedLayer | None = None, room: Room | None = None
+        self,
+        x_RH: Tensor | Quantised,
+        adapted: GpuAdaptedLayer | None = None,
+        room: Room | None = None,
     ) -> Tensor:
         """Return partial sums [P, R, H], in `room` if given."""
         if adapted is None:
             gated_RI = self.gate_up.gated(x_RH)
         else:
+            x_RH = plain(x_RH)
             low_PRX = adapted.gate_up.shrink(x_RH)
             both_RX = self.gate_up(x_RH, out_dtype=torch.float32)
             gated_RI = adapted.gate_up.expand_silu(low_PRX, both_RX, x_RH.dtype)

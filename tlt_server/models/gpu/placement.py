@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tlt_client.quantise import scales_shape
-from tlt_kernels.gpu.quantise import E4M3, Matrix
+from tlt_kernels.gpu.quantise import E4M3, Matrix, Quantised, empty_rows
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.attention.rows import KVCache
 from tlt_server.models.config import ModelConfig
@@ -29,6 +29,12 @@ class Placement:
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def rows(self, count: int, inputs: int, *, quantised: bool) -> Tensor | Quantised:
+        """Allocate the input of a matmul, in FP8 if `quantised`."""
+        if quantised:
+            return empty_rows(count, inputs, self.device)
+        return self.empty(count, inputs)
 
     def matrix(self, outputs: int, inputs: int, *, quantised: bool = False) -> Matrix:
         """Allocate a weight, in FP8 if `quantised`."""

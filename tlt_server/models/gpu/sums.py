@@ -10,12 +10,12 @@ Legend: P partial sums, R rows, H hidden.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.gemm_tiles import PARTS
-from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_kernels.gpu.norm import add_rms_norm_into
+from tlt_kernels.gpu.quantise import Rows
 from tlt_server.models.gpu.matmuls import Room
 
 ATTENTION, MLP = 0, 1  # turns
@@ -31,16 +31,10 @@ class LayerSums:
         return None
 
     def add_rms_norm(
-        self,
-        part_PRH: Tensor,
-        residual_RH: Tensor,
-        weight_H: Tensor,
-        eps: float,
-        *,
-        out_RH: Tensor | None = None,
-    ) -> Tensor:
-        """Add the sum of the partial sums to the residual, in place; return its norm."""
-        return add_rms_norm(part_PRH, residual_RH, weight_H, eps, out_RH=out_RH)
+        self, part_PRH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float, out_RH: Rows
+    ) -> Rows:
+        """Add the sum of the partial sums to the residual, in place; write and return its norm."""
+        return add_rms_norm_into(out_RH, part_PRH, residual_RH, weight_H, eps)
 
 
 class RankSums(LayerSums):
@@ -53,16 +47,8 @@ class RankSums(LayerSums):
         return Room(self.peers.room(turn), self.peers.parts(rows))
 
     def add_rms_norm(
-        self,
-        part_PRH: Tensor,
-        residual_RH: Tensor,
-        weight_H: Tensor,
-        eps: float,
-        *,
-        out_RH: Tensor | None = None,
-    ) -> Tensor:
-        if out_RH is None:
-            out_RH = torch.empty(residual_RH.shape, dtype=weight_H.dtype, device=residual_RH.device)
+        self, part_PRH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float, out_RH: Rows
+    ) -> Rows:
         return self.peers.add_rms_norm(part_PRH, residual_RH, weight_H, eps, out_RH=out_RH)
 
 
