@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
+from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, assert_same_rows, gpu
 
 # isort: split
 import triton
@@ -24,6 +24,7 @@ import triton.language as tl
 from tests.kernels.attention_steps import TILE, Step, a_step, committed
 from tlt_kernels.gpu.attention import AttentionPlan, attend, fill_plan
 from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start, starts_split
+from tlt_kernels.gpu.quantise import Quantised, quantise_rows
 
 
 @triton.jit
@@ -216,6 +217,32 @@ def test_attention_output_is_rounded_once(dtype):
     found_RND = attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows, plan, first=0, scale=16**-0.5)
     assert found_RND.dtype == dtype
     assert_same_bits("out_RND", found_RND, exact_RND.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=gpu)])
+@pytest.mark.parametrize("shape", [(2, 1, 128), (4, 2, 64), (6, 1, 64), (2, 2, 256), (8, 1, 16)])
+def test_quantised_outputs_are_those_of_rounded_rows(shape, dtype):
+    step = a_step(shape, [(70, 3), (300, 1), (280, -5), (1, 1)], dtype=dtype)
+    plan = step.plan(tile=TILE)
+
+    def attended(quantised: bool) -> torch.Tensor | Quantised:
+        fill_plan(step.rows, plan)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        caches, how = (step.q_RND, step.k_SKD, step.v_SKD), {"first": 1, "scale": 0.1}
+        return attend(*caches, step.rows, plan, quantised=quantised, **how)
+
+    found, expected = attended(quantised=True), attended(quantised=False)
+    assert_same_rows(found, quantise_rows(expected.view(len(expected), -1)))
+
+
+def test_heads_that_share_no_whole_block_are_not_quantised():
+    step = a_step((3, 1, 64), [(5, 2)])
+    plan = step.plan()
+    fill_plan(step.rows, plan)
+    caches, how = (step.q_RND, step.k_SKD, step.v_SKD), {"first": 0, "scale": 0.1}
+    found = attend(*caches, step.rows, plan, quantised=True, **how)
+    assert isinstance(found, torch.Tensor) and found.shape == step.q_RND.shape
 
 
 BIG = [

@@ -143,3 +143,11 @@ def test_cpu_rounds_to_every_e4m3_number() -> None:
     found = in_e4m3(values * 2.0**-20)
     assert torch.equal(found, values * 2.0**-20)
     assert in_e4m3(torch.tensor([[1.0, torch.nan]]))[0, 1].isnan()
+
+
+def test_nan_stays_and_infinity_saturates() -> None:
+    x = torch.ones(2, 256, device=DEVICE)
+    x[0, 3], x[1, 200] = float("nan"), float("-inf")
+    found = quantise_rows(x)
+    assert found.values_MK.float().isnan().nonzero().tolist() == [[0, 3]]
+    assert found.values_MK[1, 200].float() == -448

@@ -136,12 +136,20 @@ class FlashPlanned:
         )  # waits
         self._step = PromptStep(runs_of(position_P, batch_slot_P), page_table_QP, {})
 
-    def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
+    def __call__(
+        self,
+        q_RND: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        *,
+        first: int = 0,
+        quantised: bool = False,
+    ) -> Tensor:
         out_RND = torch.empty_like(q_RND)
         if self._planned is not None:
-            out_RND[: self._others] = self._planned(
-                q_RND[: self._others], k_SKD, v_SKD, first=first
-            )
+            found = self._planned(q_RND[: self._others], k_SKD, v_SKD, first=first)
+            assert isinstance(found, Tensor)
+            out_RND[: self._others] = found
         for call in self._calls_from(first):
             rows = slice(self._others + call.row, self._others + call.row + call.rows)
             out_RND[rows], _ = self._function(

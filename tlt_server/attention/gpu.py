@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tlt_kernels import reference
 from tlt_kernels.gpu import attention as kernels
+from tlt_kernels.gpu.quantise import Quantised
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.errors import StartupError
 
@@ -31,8 +32,15 @@ class Planned(Protocol):
         """Plan for the rows of the step."""
 
     def __call__(
-        self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0
-    ) -> Tensor: ...
+        self,
+        q_RND: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        *,
+        first: int = 0,
+        quantised: bool = False,
+    ) -> Tensor | Quantised:
+        """`quantised`: a matmul in FP8 reads the result, which may be quantised."""
 
 
 class GpuAttention(Protocol):
@@ -117,7 +125,15 @@ class TritonPlanned:
         )
         kernels.fill_plan(self._rows, self._plan)
 
-    def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
+    def __call__(
+        self,
+        q_RND: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        *,
+        first: int = 0,
+        quantised: bool = False,
+    ) -> Tensor | Quantised:
         assert self._rows is not None
         return kernels.attend(
             q_RND,
@@ -128,6 +144,7 @@ class TritonPlanned:
             first=first,
             scale=self._scale,
             strict=self._strict,
+            quantised=quantised,
         )
 
 
@@ -169,6 +186,14 @@ class TorchPlanned:
             PAGE_SIZE,
         )
 
-    def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
+    def __call__(
+        self,
+        q_RND: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        *,
+        first: int = 0,
+        quantised: bool = False,
+    ) -> Tensor:
         assert self._keys is not None
         return reference.attend_rows(q_RND, k_SKD, v_SKD, self._keys, first, self._scale)

@@ -36,6 +36,8 @@ from tlt_kernels.gpu.attention_algebra import (
 from tlt_kernels.gpu.attention_plan import FIELDS, AttentionPlan, PagedRows, allocate, tile_of
 from tlt_kernels.gpu.attention_planner import fill_plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
+from tlt_kernels.gpu.quantise import BLOCK as FP8_BLOCK
+from tlt_kernels.gpu.quantise import Quantised, empty_rows, places, put_heads
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 
@@ -111,6 +113,8 @@ def _attend_rows(
     state_top,
     state_sum,
     state_acc,
+    scales_GW,
+    W,
     scale,
     pages,
     depth,
@@ -183,11 +187,11 @@ def _attend_rows(
             total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale
         )
         if states == 0:
-            tl.store(
-                out + at_MD,
-                quotient(total_ML, total_MD).to(out.dtype.element_ty),
-                (m_M < GROUP)[:, None],
-            )
+            out_MD = quotient(total_ML, total_MD)
+            if scales_GW is None:
+                tl.store(out + at_MD, out_MD.to(out.dtype.element_ty), (m_M < GROUP)[:, None])
+            else:
+                put_heads(out_MD, out, scales_GW, W, row, 1, head, q, HEADS, GROUP, D)
         else:
             to_M = (first_state + piece) * HEADS + head * GROUP + m_M
             own_M = (m_M < GROUP) & (piece >= 0)
@@ -220,13 +224,13 @@ def _attend_rows(
                     M_FOLD,
                     AT_ONCE,
                 )
-                m_F = tl.arange(0, M_FOLD)
-                at_FD = (row * HEADS + head * GROUP + m_F)[:, None] * D + d_D[None, :]
-                tl.store(
-                    out + at_FD,
-                    quotient(all_M1, all_MD).to(out.dtype.element_ty),
-                    (m_F < GROUP)[:, None],
-                )
+                out_FD = quotient(all_M1, all_MD)
+                if scales_GW is None:
+                    m_F = tl.arange(0, M_FOLD)
+                    at_FD = (row * HEADS + head * GROUP + m_F)[:, None] * D + d_D[None, :]
+                    tl.store(out + at_FD, out_FD.to(out.dtype.element_ty), (m_F < GROUP)[:, None])
+                else:
+                    put_heads(out_FD, out, scales_GW, W, row, 1, head, q, HEADS, GROUP, D)
     pdl_wait()
 
 
@@ -240,19 +244,25 @@ def attend(
     first: int,
     scale: float,
     strict: bool = True,
-) -> Tensor:
+    quantised: bool = False,
+) -> Tensor | Quantised:
     """Return [R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]. A
-    row without keys gives 0; a dead row gives anything.
+    row without keys gives 0; a dead row gives anything. `quantised`: return these rows in FP8, if
+    the heads of one KV head have whole blocks.
 
     Without `strict`, tiles keep no order of splits, so a row's bits depend on its batch.
     """
-    out_RND = torch.empty_like(q_RND)
-    attend_into(out_RND, q_RND, k_SKD, v_SKD, rows, plan, first=first, scale=scale, strict=strict)
-    return out_RND
+    count, heads, width = q_RND.shape
+    fits = heads // k_SKD.shape[1] * width % FP8_BLOCK == 0
+    out: Tensor | Quantised = torch.empty_like(q_RND)
+    if quantised and fits:
+        out = empty_rows(count, heads * width, q_RND.device)
+    attend_into(out, q_RND, k_SKD, v_SKD, rows, plan, first=first, scale=scale, strict=strict)
+    return out
 
 
 def attend_into(
-    out_RND: Tensor,
+    out: Tensor | Quantised,
     q_RND: Tensor,
     k_SKD: Tensor,
     v_SKD: Tensor,
@@ -263,9 +273,10 @@ def attend_into(
     scale: float,
     strict: bool,
 ) -> None:
-    """Compute `attend`, rounded once to the dtype of `out_RND`."""
+    """Compute `attend`, rounded once to the dtype of `out`, or to that of q and then to FP8."""
     (_, heads, width), kv_heads = q_RND.shape, k_SKD.shape[1]
     assert width in (16, 32, 64, 128, 256), f"head_dim {width} is no power of two from 16 to 256"
+    out_RND, *scales = places(out)
     assert all(tensor.is_contiguous() for tensor in (out_RND, q_RND, k_SKD, v_SKD))
     pages, depth, scale_2 = (
         rows.page_table_QP.shape[1],
@@ -287,6 +298,7 @@ def attend_into(
             plan.count_2,
             plan.state_R,
             *states,
+            *scales,
             scale_2,
             pages,
             depth,
@@ -315,6 +327,7 @@ def attend_into(
         plan.count_2,
         plan.counter_RK,
         *states,
+        *scales,
         scale_2,
         pages,
         depth,

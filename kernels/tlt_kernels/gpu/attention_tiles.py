@@ -24,6 +24,7 @@ from tlt_kernels.gpu.attention_algebra import (
     starts_split,
 )
 from tlt_kernels.gpu.attention_plan import FIELDS
+from tlt_kernels.gpu.quantise import put_heads
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
 
@@ -96,6 +97,8 @@ def attend_tiles(
     state_top,
     state_sum,
     state_acc,
+    scales_GW,
+    W,
     scale,
     pages,
     depth,
@@ -217,8 +220,12 @@ def attend_tiles(
         else:
             total_top_M, total_ML, total_MD = top_M, sum_ML, acc_MD
         if states == 0:
-            out_MD = quotient(total_ML, total_MD).to(out.dtype.element_ty)
-            tl.store(out + query_M[:, None] * D + d_D[None, :], out_MD, member_M[:, None])
+            out_MD = quotient(total_ML, total_MD)
+            if scales_GW is None:
+                at_MD = query_M[:, None] * D + d_D[None, :]
+                tl.store(out + at_MD, out_MD.to(out.dtype.element_ty), member_M[:, None])
+            else:
+                put_heads(out_MD, out, scales_GW, W, row, size, head, q, HEADS, GROUP, D)
         else:
             to_M = (
                 (tl.load(state + row_M, member_M, other=0) + piece) * HEADS

@@ -4,7 +4,7 @@ scale per 128 inputs.
 The rule of a scale is that of `tlt_client.quantise`: the smallest power of two s with m / s <= 464,
 for the largest magnitude m. It depends on the row's own values alone, so a row has the same bits in
 any company. Kernels that have a row, or 128 of its values, in registers write it quantised
-(`put_row`); `quantise_rows` is for the others.
+(`put_row`, `put_heads`); `quantise_rows` is for the others.
 
 Legend: M rows, N outputs, K inputs, G = K / 128, W rows of x padded for the copy engine.
 """
@@ -66,16 +66,22 @@ def scale_of(top):
 
 @triton.jit
 def scaled(x, scale):
-    """Return x / scale in e4m3: rounded to nearest even and saturated. `scale`: powers of two."""
+    """Return x / scale in e4m3: rounded to nearest even and saturated. NaN stays. `scale`: powers
+    of two.
+    """
     inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    y = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0)
-    if INTERPRETED:  # its conversion does not round subnormals as a GPU does
+    y = tl.maximum(x * inverse, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.minimum(y, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    found = y.to(tl.float8e4nv)
+    if INTERPRETED:  # its conversion neither rounds subnormals as a GPU does nor keeps NaN
         size = tl.abs(y)
         bits = tl.maximum(size, 0.015625).to(tl.int32, bitcast=True) & 0x7F800000
         unit = (bits + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
         sign = y.to(tl.int32, bitcast=True) & -0x80000000
-        y = (((size + unit) - unit).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return y.to(tl.float8e4nv)
+        rounded = ((size + unit) - unit).to(tl.int32, bitcast=True) | sign
+        byte = rounded.to(tl.float32, bitcast=True).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        found = tl.where(y == y, byte, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return found
 
 
 @triton.jit
@@ -103,6 +109,25 @@ def put_row(
         k_B128 = g_B[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
         tl.store(values + at + k_B128, value_B128, mask=k_B128 < H)
         tl.store(scales_GW + g_B * W + row, scale_B, mask=g_B < H // _BLOCK)
+
+
+@triton.jit
+def put_heads(
+    x_MD, values, scales_GW, W, row, size, head, like,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store attention's outputs of `size` rows from `row` on, GROUP query heads each from that of
+    the KV head on, quantised. GROUP * D is a multiple of 128.
+    """
+    BLOCKS: tl.constexpr = x_MD.shape[0] * D // _BLOCK
+    value_B128, scale_B = quantised(x_MD, like, BLOCKS)
+    b_B, k_K = tl.arange(0, BLOCKS), tl.arange(0, _BLOCK)
+    per_row: tl.constexpr = GROUP * D // _BLOCK
+    row_B, g_B = row + b_B // per_row, head * per_row + b_B % per_row
+    mask_B = b_B // per_row < size
+    at_BK = row_B.to(tl.int64)[:, None] * (HEADS * D) + g_B[:, None] * _BLOCK + k_K[None, :]
+    tl.store(values + at_BK, value_B128, mask_B[:, None])
+    tl.store(scales_GW + g_B * W + row_B, scale_B, mask_B)
 
 
 @triton.jit

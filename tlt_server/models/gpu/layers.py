@@ -40,8 +40,14 @@ class Attend(Protocol):
     """Attention for one step's rows, planned once for all layers."""
 
     def __call__(
-        self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0
-    ) -> Tensor: ...
+        self,
+        q_RND: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        *,
+        first: int = 0,
+        quantised: bool = False,
+    ) -> Tensor | Quantised: ...
 
 
 class GpuProjection:
@@ -84,14 +90,14 @@ class GpuProjection:
         return self.matmuls.gated(x_RK, self.weight, out_dtype=self._dtype)
 
     def partials(
-        self, x_RK: Tensor, adapted: GpuAdaptedProjection | None, room: Room | None
+        self, x_RK: Tensor | Quantised, adapted: GpuAdaptedProjection | None, room: Room | None
     ) -> Tensor:
         """Return partial sums [P, R, X] of a map. The adapters' additions are in the first one,
         which at every number of rows covers the first half of K.
         """
         if adapted is None:
             return self.matmuls.partials(x_RK, self.weight, room=room)
-        low_PRX = adapted.shrink(x_RK)
+        low_PRX = adapted.shrink(plain(x_RK))
         part_PRX = self.matmuls.partials(x_RK, self.weight)
         assert len(part_PRX) <= PARTS, "more leaves of K than adapters can be added to"
         adapted.expand(low_PRX, part_PRX[0])
@@ -174,7 +180,10 @@ class GpuSelfAttention:
         if adapted is not None:
             adapted.qkv.expand(low_PRX, qkv_RX)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
-        out_RX = attend(q_RND, k_SKD, v_SKD, first=first).view(len(qkv_RX), self.query_width)
+        quantised = self.output.quantised and adapted is None
+        out_RX = attend(q_RND, k_SKD, v_SKD, first=first, quantised=quantised)
+        if isinstance(out_RX, Tensor):
+            out_RX = out_RX.view(len(qkv_RX), self.query_width)
         return self.output.partials(out_RX, adapted and adapted.output, room)
 
     def store(
