@@ -174,6 +174,8 @@ class Config(BaseModel, ServerSettings):
                 "; it is for drafter_training device, as the other modes train where the engine "
                 "computes"
             )
+        if self.drafter_quantization == "fp8" and weights_directory(self.drafter) is None:
+            yield f"drafter_quantization is fp8 and drafter {self.drafter}; it needs a directory"
         if self.policy not in (None, "off") and self.drafter == "none":
             yield (
                 f"policy is {self.policy} but drafter is none; name a drafter, or use policy off"

@@ -181,6 +181,9 @@ NUMERICS = flag(
     "strict",
 )
 STORED = (flag("--quantization none|fp8", "of the target's weights [default the checkpoint's]"),)
+DRAFTER_FORM = flag(
+    "--drafter-quantization none|fp8", "how the drafter's matrices are kept [default none]"
+)
 ENGINE = (
     *PAIR,
     flag("--device cpu|cuda", "what computes", "cpu"),
@@ -190,6 +193,7 @@ ENGINE = (
     ),
     *STORED,
     NUMERICS,
+    DRAFTER_FORM,
 )
 SPLIT = "|".join(map(str, SPLITS))
 
@@ -220,4 +224,4 @@ def field_of(flag: Flag) -> str:
 
 
 # Settings of the engine under the same name, with the same default.
-SETTINGS = tuple(map(field_of, (*STORED, NUMERICS, *ranks())))
+SETTINGS = tuple(map(field_of, (*STORED, NUMERICS, DRAFTER_FORM, *ranks())))

@@ -116,7 +116,11 @@ def described(
     """Return the settings that a reader of figures has to know. `fingerprint`: of the engines that
     were measured, where they are of one kind.
     """
-    named = {"fingerprint": msgspec.structs.asdict(fingerprint)} if fingerprint else {}
+    named = dict[str, object]()
+    if fingerprint:
+        named["fingerprint"] = msgspec.structs.asdict(fingerprint)
+    if settings.drafter_quantization == "fp8":
+        named["drafter_quantization"] = "fp8"
     fields = ("device", "dtype", "attention", "numerics", "max_running", "tensor_parallel")
     return {
         **named,

@@ -92,7 +92,9 @@ def drafter(config: Config) -> Finding:
     if directory is None:
         return ok(config.drafter)
     settings = engine_settings(config)
-    network = empty_drafter(directory, empty_model(settings))
+    network = empty_drafter(
+        directory, empty_model(settings), settings.drafter_quantization or "none"
+    )
     check_drafter(settings, network, "cuda" if _on_gpu(config) else "cpu")
     values = _values(network.parameters())
     return ok(f"{drafter_in(directory)}, {values / 1e6:,.1f} M parameters, fits the target")

@@ -174,6 +174,10 @@ EVALUATE = (
         required=True,
         action="append",
     ),
+    flag(
+        "--drafter-quantization none|fp8",
+        "how the drafters' matrices are kept [default: as when it was recorded]",
+    ),
     flag("--depth N", "length of the longest path drafted", 7, type=within(1, MAX_DEPTH)),
     flag(
         "--width N", "children per node, and nodes expanded per level", 4, type=within(1, MAX_WIDTH)

@@ -22,7 +22,7 @@ from tlt_server.drafter.records import EvaluatedRecord, load_record
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
-from tlt_server.settings.server import available_processors
+from tlt_server.settings.server import QuantizationName, available_processors
 from tlt_server.speculation.drafters import find_loader
 from tlt_server.trainer.judging import figures
 from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, Walked, evaluate
@@ -113,8 +113,17 @@ def _version(args: argparse.Namespace, record: EvaluatedRecord) -> str:
     return str(args.version)
 
 
+def _quantization(args: argparse.Namespace, record: EvaluatedRecord) -> QuantizationName:
+    found: QuantizationName = record.described.get("drafter_quantization", "none")
+    return args.drafter_quantization or found
+
+
 def loaded(
-    args: argparse.Namespace, record: EvaluatedRecord, drafters: Sequence[Path], device: str
+    args: argparse.Namespace,
+    record: EvaluatedRecord,
+    drafters: Sequence[Path],
+    device: str,
+    quantization: QuantizationName = "none",
 ) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
     """Load the target and these drafters, which must read the same layers."""
     config = ModelConfig.read(args.target)
@@ -124,7 +133,10 @@ def loaded(
         find_loader(drafters[0], device).feature_layers(drafters[0], config),
         replace(config, max_position=record.positions(config)),
     )
-    replayed = [ReplayedDrafter.load(each, target.model, device=device) for each in drafters]
+    replayed = [
+        ReplayedDrafter.load(each, target.model, device=device, quantization=quantization)
+        for each in drafters
+    ]
     return RecomputedFeatures(target), replayed
 
 
@@ -137,7 +149,8 @@ def _self_checked(
             f"--self-check compares bits, and {args.record} was recorded on {record.device}: "
             f"{remedy}leave it out"
         )
-    source, (drafter,) = loaded(args, record, args.drafter[:1], args.device)
+    how = _quantization(args, record)
+    source, (drafter,) = loaded(args, record, args.drafter[:1], args.device, how)
     return self_check(
         record.head(args.responses), drafter, ReplayStage(source), version=version, on_response=tick
     )
@@ -157,9 +170,8 @@ def _evaluated(
     places = sorted(range(len(args.drafter)), key=layers)
     for _, group in groupby(places, layers):
         same = list(group)
-        source, drafters = loaded(
-            args, record, [args.drafter[place] for place in same], args.device
-        )
+        given, how = [args.drafter[place] for place in same], _quantization(args, record)
+        source, drafters = loaded(args, record, given, args.device, how)
         tasks = [Task(drafter, _plan(args, record, drafter.kind)) for drafter in drafters]
         walks = evaluate(
             record.samples.responses, chosen, tasks, ReplayStage(source), on_response=tick

@@ -98,6 +98,7 @@ class DecidedSettings(EngineSettings):
     device: Literal["cpu", "cuda"]
     dtype: DtypeName
     quantization: QuantizationName
+    drafter_quantization: QuantizationName
     drafter_training_device: str  # as torch names it; cuda: the engine's own GPU
     attention: str
     reduction_leaves: int

@@ -67,7 +67,7 @@ class Metrics:
 
     def engine_ready(self, info: EngineInfo) -> None:
         self.engine.ready(info)
-        self.weights.live(info.weight_version, info.drafter_version)
+        self.weights.live(info.weight_version, info.drafter_version, info.drafter_quantization)
         self.weights.load(info.adapters)
 
     def engine_gone(self) -> None:

@@ -38,7 +38,10 @@ class WeightMetrics:
             "tlt_weight_version_info", "1 for the version that new tokens come from.", "version"
         )
         self._drafter = kinds.gauge(
-            "tlt_drafter_version_info", "1 for the drafter version in use.", "version"
+            "tlt_drafter_version_info",
+            "1 for the drafter version in use.",
+            "version",
+            "quantization",
         )
         self._age_s = kinds.gauge("tlt_weight_age_seconds", "Since the weights in use went live.")
         self._drafter_behind = kinds.gauge(
@@ -74,7 +77,8 @@ class WeightMetrics:
 
     def reported(self, report: WeightReport) -> None:
         self._quarantined.set(bool(report.state.quarantined))
-        self.live(report.state.target, report.state.drafter)
+        state = report.state
+        self.live(state.target, state.drafter, state.drafter_quantization)
         self.load(report.state.adapters)
         if report.result not in QUESTIONS:
             self._pushes.labels(report.role or "none", report.result).inc()
@@ -101,8 +105,13 @@ class WeightMetrics:
         if adapter in self._loaded:
             self._asked.labels(adapter).inc(sequences)
 
-    def live(self, target: str, drafter: str) -> None:
-        """Show the live versions, and the time of their last change."""
+    def live(self, target: str, drafter: str, quantization: str) -> None:
+        """Show the live versions, and the time of their last change. `quantization`: the
+        drafter's.
+        """
+        self._drafter.clear()
+        if drafter:
+            self._drafter.labels(drafter, quantization).set(1)
         if (target, drafter) == self._live:
             return
         since, before, self._live = time.monotonic(), self._live, (target, drafter)
@@ -111,7 +120,6 @@ class WeightMetrics:
         else:
             self._drafter_behind.set(0)
         self._age_s.set_function(lambda: time.monotonic() - since)
-        for info, version in ((self._target, target), (self._drafter, drafter)):
-            info.clear()
-            if version:
-                info.labels(version).set(1)
+        self._target.clear()
+        if target:
+            self._target.labels(target).set(1)

@@ -7,6 +7,7 @@ advance.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -19,6 +20,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_layouts import Raw, read_layout
 from tlt_server.models.draft_networks import ARCHITECTURES, Architecture
 from tlt_server.models.loader import check_files, check_tensor, fill, read_tensors, tensor_files
+from tlt_server.models.shards import Stored
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # The target's tensors, which checkpoints of a network without a head of its own repeat.
@@ -56,7 +58,7 @@ class Fillable(Protocol):
     draft_vocab_size: int
     vocab_size: int
 
-    def parameters(self) -> dict[str, Tensor]: ...
+    def parameters(self) -> Mapping[str, Stored]: ...
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
 
@@ -88,6 +90,12 @@ def describe(directory: Path, target: Served) -> Described:
     _, raw = read_layout(directory)
     architecture = _architecture(raw, directory)
     config = ModelConfig.parse(raw, str(source))
+    if config.quantization is not None:
+        raise ModelError(
+            f"{source}: 'quantization_config' says that the drafter's weights are in FP8; drafters "
+            "are read in bfloat16 and quantised here: start that one with "
+            "--drafter-quantization fp8"
+        )
     wanted = architecture.features(raw, target.config, str(source))
     if target.feature_layers != wanted:
         raise ModelError(
@@ -157,7 +165,7 @@ def check_drafter(network: Fillable, directory: Path) -> None:
     check_files(parameters, directory, ignored=ignored)
 
 
-def _published(network: Fillable, directory: Path) -> tuple[dict[str, Tensor], frozenset[str]]:
+def _published(network: Fillable, directory: Path) -> tuple[dict[str, Stored], frozenset[str]]:
     """Return the network's tensors by the names in the directory's layout, and the names of file
     tensors to ignore.
     """

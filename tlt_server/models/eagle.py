@@ -32,6 +32,8 @@ from tlt_server.models.draft_checkpoint import (
 )
 from tlt_server.models.layers import GatedMlp, Projection, SelfAttention
 from tlt_server.models.rope import rotary_table
+from tlt_server.models.shards import Stored, with_originals
+from tlt_server.settings.server import QuantizationName
 
 
 class LayerInput(NamedTuple):
@@ -53,6 +55,7 @@ class EagleNetwork:
         config, numerics = described.config, target.numerics
         hidden = config.hidden_size
         self.described, self.config, self.numerics = described, config, numerics
+        self.originals = dict[str, Tensor]()  # matrices before FP8
         self.page_size, self.vocab_size = target.page_size, target.vocab_size
         self.draft_vocab_size, self.max_position = described.draft_vocab_size, config.max_position
         self.own_embedding = described.own_embedding
@@ -80,8 +83,15 @@ class EagleNetwork:
             table=rotary_table(config.rope, config.head_dim, config.max_position),
             attention=backend,
             numerics=numerics,
+            in_fp8=config.quantised_maps(0),
         )
-        self.mlp = GatedMlp(hidden, config.intermediate_size, shape=shape, numerics=numerics)
+        self.mlp = GatedMlp(
+            hidden,
+            config.intermediate_size,
+            shape=shape,
+            numerics=numerics,
+            in_fp8=config.quantised_maps(0),
+        )
         # int64 [C], draft id -> target id. Not on the device `meta`: for it, torch imports sympy.
         self.target_ids = torch.arange(described.draft_vocab_size, device="cpu")
 
@@ -102,6 +112,10 @@ class EagleNetwork:
         network = type(self)(self.described._replace(own_embedding=own_embedding), target)
         network.target_ids = self.target_ids
         return network
+
+    @property
+    def quantization(self) -> QuantizationName:
+        return "none" if self.config.quantization is None else "fp8"
 
     def follow(self, target: Decoder) -> None:
         """Read this target's embedding from now on, unless the drafter has its own."""
@@ -125,9 +139,10 @@ class EagleNetwork:
         """Return logits [R, C] over the draft vocabulary, which predict x_{p+1}."""
         raise NotImplementedError
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Stored]:
         """Return views [out, in] of the live storage by published names, without d2t and t2d."""
-        return dict(self.described.architecture.parameters(self))
+        views = dict(self.described.architecture.parameters(self))
+        return with_originals(views, torch.float32, self.originals)
 
     def forward(self, rows: Rows, g_RH: Tensor, cache: KVCache) -> Tensor:
         """Write the KV of rows (x_p, g_{p-1}) at positions p >= 1; return h_RH, the feature of
@@ -173,7 +188,11 @@ class Eagle3(EagleNetwork):
         self.embedding_norm_H, self.feature_norm_H = torch.ones(hidden), torch.ones(hidden)
         self.final_norm_H = torch.ones(hidden)
         self.head = Projection(
-            hidden, {"lm_head": self.draft_vocab_size}, bias=False, numerics=self.numerics
+            hidden,
+            {"lm_head": self.draft_vocab_size},
+            bias=False,
+            numerics=self.numerics,
+            in_fp8=self.config.quantization is not None,
         )
 
     def fuse(self, features_RF: Tensor) -> Tensor:

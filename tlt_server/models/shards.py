@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_client.quantise import BLOCK, QuantisedBlocks
+from tlt_client.quantise import BLOCK, QuantisedBlocks, effective, quantise
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.quantised import QuantisedTensor
@@ -163,12 +163,64 @@ class SpreadTensor:
             )
 
 
-Stored = Tensor | QuantisedTensor | SpreadTensor
+class OriginalTensor:
+    """A drafter's tensor of which the network keeps FP8, and the host what was loaded or pushed:
+    checksums, exports and training are those of a server without FP8.
+    """
+
+    def __init__(
+        self,
+        stored: QuantisedTensor | SpreadTensor,
+        dtype: torch.dtype,
+        name: str,
+        originals: dict[str, Tensor],
+    ) -> None:
+        """dtype: the drafter's without FP8. `originals`: of the network, by name."""
+        self.dtype, self.stored, self._name, self._originals = dtype, stored, name, originals
+        self.shape: torch.Size = stored.shape
+        self.device: torch.device = stored.device
+        self.is_cuda: bool = stored.is_cuda
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return tensors_of(self.stored)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def copy_(self, values: Tensor) -> None:
+        values = values.to(self.dtype)
+        self.stored.copy_(values)
+        self._originals[self._name] = torch.empty(self.shape, dtype=self.dtype).copy_(values)
+
+    def whole(self) -> Tensor:
+        """Return the original."""
+        return self._originals[self._name]
+
+    def checked(self) -> Tensor:
+        """Return the original if the network computes with it, else the network's weights."""
+        original, live = self.whole(), whole(self.stored)
+        wanted = effective(quantise(original.to(live.device)))
+        return original if torch.equal(wanted, live.to(wanted.dtype)) else live
+
+
+Stored = Tensor | QuantisedTensor | SpreadTensor | OriginalTensor
 
 
 def first_piece(stored: Stored) -> Tensor | QuantisedTensor:
     """Return the slice of the first rank, which is all of it with one rank."""
-    return stored.pieces[0] if isinstance(stored, SpreadTensor) else stored
+    inner = stored.stored if isinstance(stored, OriginalTensor) else stored
+    return inner.pieces[0] if isinstance(inner, SpreadTensor) else inner
 
 
 def all_tensors(parameters: Mapping[str, Stored]) -> list[Tensor]:
@@ -211,6 +263,18 @@ def pieces_of(
             dim = None
         same = max(1, split.of // config.kv_heads) if layer in KV else 1
         made[name] = SpreadTensor([shard[name] for shard in shards], dim, same)
+    return made
+
+
+def with_originals(
+    parameters: Mapping[str, Any], dtype: torch.dtype, originals: dict[str, Tensor]
+) -> dict[str, Stored]:
+    """Return a drafter's tensors, of which those in FP8 keep their originals. dtype: the drafter's
+    without FP8.
+    """
+    made = dict[str, Stored]()
+    for name, stored in parameters.items():
+        made[name] = OriginalTensor(stored, dtype, name, originals) if in_fp8(stored) else stored
     return made
 
 

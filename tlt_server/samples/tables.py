@@ -2,7 +2,7 @@
 engine and read by the trainer process. It has the newest KEPT tables, so older trees cannot be
 drafted again.
 
-A table's version is its drafter's version plus a digest of the table. The file is written
+A table's version is its drafter's key plus a digest of the table. The file is written
 atomically.
 """
 

@@ -91,6 +91,9 @@ class SharedSettings:
     drafter_parallel: Annotated[DrafterParallel, Doc("how")] = "auto"
     """Whether GPUs of one target share the drafter: shared; replicated, whole on each; auto: shared
     where that is faster. Tokens are the same."""
+    drafter_quantization: Annotated[QuantizationName | None, Doc("name", auto=True)] = None
+    """Form in which the drafter's linear maps are kept: none, or fp8, into which a drafter is
+    quantised as it loads. Tokens are the same."""
     threads: Annotated[int | None, Doc("threads", 1, 1024, auto=True)] = None
     """Compute threads of the engine; auto is the processors this process may use."""
 

@@ -15,7 +15,7 @@ from tlt_client.channels.checksums import finished, xxh3
 from tlt_client.channels.tensors import raw
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.loader import tensor_files
-from tlt_server.models.shards import SpreadTensor, Stored, whole
+from tlt_server.models.shards import OriginalTensor, SpreadTensor, Stored, whole
 
 KINDS = ("mix64", "sha256", "xxh3")
 XXH3_128_DIGITS = 32
@@ -76,7 +76,8 @@ def plain(tensor: Tensor) -> Tensor:
 def mix64(stored: Stored) -> str:
     if isinstance(stored, SpreadTensor):
         return _over_ranks(stored)
-    return contents([whole(stored)])[0].sum
+    tensor = stored.checked() if isinstance(stored, OriginalTensor) else whole(stored)
+    return contents([tensor])[0].sum
 
 
 def _over_ranks(pieces: SpreadTensor) -> str:

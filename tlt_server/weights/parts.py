@@ -20,8 +20,9 @@ from tlt_server.models.adapters import AdapterWeights
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.draft_part import DrafterPart
 from tlt_server.models.shards import Stored, tensors_of
+from tlt_server.settings.server import QuantizationName
 from tlt_server.weights.checksums import live_sums, origin_of
-from tlt_server.wire.records import LoadedAdapter
+from tlt_server.wire.records import LoadedAdapter, drafter_key
 
 
 class TargetNetwork(Protocol):
@@ -51,6 +52,10 @@ class DrafterNetwork(Protocol):
     @property
     def part(self) -> DrafterPart | None:
         """Return the part of a GPU rank; None on a CPU, where the model is whole."""
+
+    @property
+    def quantization(self) -> QuantizationName:
+        """The form of all matrices but `fc`."""
 
     @property
     def target_ids(self) -> Tensor:
@@ -208,6 +213,21 @@ class Live:
         return self.drafter.version if self.drafter else ""
 
     @property
+    def drafter_quantization(self) -> QuantizationName:
+        return self.drafter.network.quantization if self.drafter else "none"
+
+    @property
+    def drafter_key(self) -> str:
+        """Return the drafter's name in records: version and quantization decide its drafts."""
+        return drafter_key(self.drafter_version, self.drafter_quantization)
+
+    @property
+    def drafter_content(self) -> str:
+        """Return the name of all that decides its drafts; empty without a drafter."""
+        content = self.drafter.content if self.drafter else ""
+        return drafter_key(content, self.drafter_quantization)
+
+    @property
     def by_role(self) -> dict[str, Target | Drafter]:
         both = {"target": self.target, "drafter": self.drafter}
         return {role: part for role, part in both.items() if part is not None}
@@ -239,7 +259,7 @@ class Live:
         network, config = self.drafter.network, self.drafter.network.config
         return (
             f"({config.architecture}, MLP {config.intermediate_size}, heads {config.heads}, draft "
-            f"vocab {network.draft_vocab_size})"
+            f"vocab {network.draft_vocab_size}{', FP8' * (network.quantization == 'fp8')})"
         )
 
     def complete(self) -> Live:

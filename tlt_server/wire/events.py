@@ -11,10 +11,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Struct
 
+from tlt_server.settings.server import QuantizationName
 from tlt_server.wire.fingerprint import Fingerprint
 from tlt_server.wire.records import Cycle, StepOutput, Switch
 
 CHECKED = "check files"  # the phase after which device and files are known to be usable
+DRAFTER_QUANTIZATION = "how the drafter's matrices are kept: none or fp8; tokens are the same"
 MAX_OUTPUTS = 256  # in one event; on a slow core the frontend takes 2 ms to take them in
 
 
@@ -24,6 +26,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     model: Annotated[str, "the name of the served model"]
     weight_version: Annotated[str, "the target's version that is live"]
     drafter_version: Annotated[str, "empty where no drafter can be pushed"] = ""
+    drafter_quantization: Annotated[QuantizationName, DRAFTER_QUANTIZATION] = "none"
     vocab_size: Annotated[int, "token ids end below it"]
     max_model_len: Annotated[int, "the longest prompt plus output, in tokens"]
     eos_token_ids: Annotated[list[int], "that end an output"]
@@ -135,6 +138,7 @@ class WeightState(Struct, frozen=True, kw_only=True):
 
     target: Annotated[str, "the version that is live"]
     drafter: Annotated[str, "the drafter's; empty where there is none to push"] = ""
+    drafter_quantization: Annotated[QuantizationName, DRAFTER_QUANTIZATION] = "none"
     previous: Annotated[dict[str, str], "role -> version before, which a rollback can restore"] = {}
     open: Annotated[
         dict[str, str], "version, role and state of a push on its way; empty without one"

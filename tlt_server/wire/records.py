@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from tlt_kernels.filters import Filters
 from tlt_server.errors import StartupError
+from tlt_server.settings.server import QuantizationName
 from tlt_server.wire.packed import PackedIds
 from tlt_server.wire.tree_limits import MAX_DEPTH, MAX_ROWS
 
@@ -128,6 +129,11 @@ class LoadedAdapter(Struct, frozen=True):
 
 def adapted_version(target: str, name: str, version: str) -> str:
     return f"{target}+{name}@{version}"
+
+
+def drafter_key(version: str, quantization: QuantizationName) -> str:
+    """Return a drafter's name in records: version and quantization decide its drafts."""
+    return version if quantization == "none" else f"{version}@{quantization}"
 
 
 class Strategy(Struct, frozen=True, order=True):

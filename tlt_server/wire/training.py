@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from tlt_server.settings.server import QuantizationName
 from tlt_server.wire.commands import Recompute
 from tlt_server.wire.events import BufferReport
 
@@ -143,6 +144,7 @@ class InForce(Struct, frozen=True, tag="in_force"):
 
     target: str
     drafter: str
+    quantization: QuantizationName = "none"  # the drafter's
 
 
 class HandedOver(Struct, frozen=True, kw_only=True, tag="handed_over"):
@@ -151,6 +153,7 @@ class HandedOver(Struct, frozen=True, kw_only=True, tag="handed_over"):
     directory: str = ""
     target: str = ""
     drafter: str = ""
+    quantization: QuantizationName = "none"  # in which the engine drafts
     device: str = "cpu"  # to train on: cpu, cuda (the engine's GPU), or another one by its number
     leaves: int = 1  # slices of the engine's long sums
     longest: int = 0  # tokens of the longest sequence that it computes

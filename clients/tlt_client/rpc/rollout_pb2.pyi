@@ -708,7 +708,7 @@ class PushReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ..., lagging: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WeightState(_message.Message):
-    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update", "adapters")
+    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update", "adapters", "drafter_quantization")
     class PreviousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -748,6 +748,7 @@ class WeightState(_message.Message):
     UPLOADS_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     target: str
     drafter: str
     previous: _containers.ScalarMap[str, str]
@@ -759,7 +760,8 @@ class WeightState(_message.Message):
     uploads: _containers.RepeatedCompositeFieldContainer[UploadStatus]
     update: UpdateStatus
     adapters: _containers.ScalarMap[str, str]
-    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ..., update: _Optional[_Union[UpdateStatus, _Mapping]] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    drafter_quantization: str
+    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ..., update: _Optional[_Union[UpdateStatus, _Mapping]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., drafter_quantization: _Optional[str] = ...) -> None: ...
 
 class UpdateStatus(_message.Message):
     __slots__ = ("selector", "pushes", "age_s", "ends_in_s")
@@ -951,7 +953,7 @@ class Fingerprint(_message.Message):
     def __init__(self, leaves: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ..., numerics: _Optional[str] = ..., attention: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device", "adapters", "fingerprint", "tensor_parallel", "rank_pids", "prepared", "libraries", "stages")
+    __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device", "adapters", "fingerprint", "tensor_parallel", "rank_pids", "prepared", "libraries", "stages", "drafter_quantization")
     class ChoicesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1020,6 +1022,7 @@ class EngineInfo(_message.Message):
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     LIBRARIES_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     weight_version: str
     drafter_version: str
@@ -1053,7 +1056,8 @@ class EngineInfo(_message.Message):
     prepared: str
     libraries: _containers.ScalarMap[str, str]
     stages: bool
-    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_running: _Optional[int] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., numerics: _Optional[str] = ..., max_rows: _Optional[int] = ..., attention: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., gpu: _Optional[str] = ..., products: _Optional[str] = ..., graphs: _Optional[bool] = ..., choices: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., spooled: _Optional[bool] = ..., lost: _Optional[_Mapping[str, str]] = ..., training_device: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., prepared: _Optional[str] = ..., libraries: _Optional[_Mapping[str, str]] = ..., stages: _Optional[bool] = ...) -> None: ...
+    drafter_quantization: str
+    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_running: _Optional[int] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., numerics: _Optional[str] = ..., max_rows: _Optional[int] = ..., attention: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., gpu: _Optional[str] = ..., products: _Optional[str] = ..., graphs: _Optional[bool] = ..., choices: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., spooled: _Optional[bool] = ..., lost: _Optional[_Mapping[str, str]] = ..., training_device: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., prepared: _Optional[str] = ..., libraries: _Optional[_Mapping[str, str]] = ..., stages: _Optional[bool] = ..., drafter_quantization: _Optional[str] = ...) -> None: ...
 
 class VllmConfigInfo(_message.Message):
     __slots__ = ("model_config", "weight_transfer_config", "parallel_config", "lora_config")

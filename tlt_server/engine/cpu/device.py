@@ -91,7 +91,8 @@ class CpuDevice:
         live = Live(Target.loaded(version, target, settings.checkpoint))
         if loader is None or directory is None:
             return live
-        network = loader.empty(directory, target)
+        how = settings.drafter_quantization
+        network = loader.empty(directory, target, quantization=how)
         loader.fill(network, directory)
         calibration = loader.calibration(directory)
         return replace(live, drafter=Drafter.loaded(version, network, calibration, directory))

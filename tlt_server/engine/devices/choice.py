@@ -239,6 +239,11 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceCho
         max_running=256,
         max_rows=4096,
     )
+    if suited.drafter_quantization == "fp8" and suited.dtype != "bfloat16":
+        raise StartupError(
+            f"drafter_quantization is fp8 and dtype {suited.dtype}: what is computed with FP8 "
+            "weights is in bfloat16; use dtype bfloat16, or drafter_quantization none"
+        )
     _check_gpu_leaves(suited, config)
     if suited.attention == "torch" and suited.graphs:
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
@@ -383,5 +388,6 @@ def check_attention(name: str | None, device: str) -> None:
 def filled(settings: EngineSettings, **suited: Any) -> DecidedSettings:
     """Return the settings with a suited value wherever they leave one open."""
     suited |= {"policy": suited_policy(settings.drafter), "threads": available_processors()}
+    suited["drafter_quantization"] = "none"
     given = {name: value for name, value in vars(settings).items() if value is not None}
     return DecidedSettings(**suited | given)

@@ -102,7 +102,8 @@ class GpuRank:
         if directory is not None:
             loader = find_loader(directory, "cuda")
             if target is not None:
-                drafter: GpuEagleNetwork = loader.empty(directory, target)
+                how = self._settings.drafter_quantization
+                drafter: GpuEagleNetwork = loader.empty(directory, target, quantization=how)
                 return drafter
             layers = loader.feature_layers(directory, self._config)
         return GpuDecoder(

@@ -55,7 +55,8 @@ class WeightReports:
         options = self._transaction.options
         return WeightState(
             target=versions.live.target.version,
-            drafter=versions.live.drafter.version if versions.live.drafter else "",
+            drafter=versions.live.drafter_version,
+            drafter_quantization=versions.live.drafter_quantization,
             previous={role: part.version for role, part in versions.previous.by_role.items()},
             open={"version": push.version, "role": push.manifest.role, "state": push.state.name}
             if push

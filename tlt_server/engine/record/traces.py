@@ -84,7 +84,7 @@ class Recorder:
         table: HeldTable | None = None,
         tables: TableFile | None = None,
     ) -> None:
-        """`drafter`: version of its weights. `table`: its calibration, if it has one; active tables
+        """`drafter`: its key. `table`: its calibration, if it has one; active tables
         are written to `tables`.
         """
         self._ring, self._drafter, self.capture = ring, drafter, capture
@@ -101,7 +101,7 @@ class Recorder:
         return Trace(self) if request.train and not request.lora else None
 
     def installed(self, drafter: str) -> None:
-        """Note that the drafter of this version is active, with its table."""
+        """Note that the drafter with this key is active, with its table."""
         self._drafter = drafter
         self.renew()
 
@@ -178,7 +178,7 @@ def recorder_of(
     """Return the recorder of an engine; None without a ring. `StartupError` if features are to be
     captured and the device keeps none.
 
-    `drafter`: version of its weights. `tables`: those of all drafters, by name.
+    `drafter`: its key. `tables`: those of all drafters, by name.
     """
     if settings.sample_ring is None:
         return None

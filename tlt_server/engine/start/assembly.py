@@ -99,7 +99,7 @@ def assemble(
         live, lost = Restored(device.load(config), {})
         if options.spool:
             live, lost = restore(options.spool, live, options)
-        detail.append(str(settings.model))
+        detail.append(str(settings.model) + ", FP8 drafter" * (live.drafter_quantization == "fp8"))
     with phase("allocate KV") as detail:
         memory = device.allocate(live, config.max_position)
         max_model_len = min(config.max_position, memory.pages * settings.page_size)
@@ -184,7 +184,7 @@ def _connect(
 ) -> Engine:
     """Create scheduler, pushes and pauses around the runner."""
     vocab_size, eos_token_ids = live.target.network.vocab_size, live.target.network.eos_token_ids
-    recorder = recorder_of(settings, live.drafter_version, memory.states, equipment.tables)
+    recorder = recorder_of(settings, live.drafter_key, memory.states, equipment.tables)
     structures = Structures(Path(settings.model), vocab_size, eos_token_ids)
 
     def make_sequence(request: GenerateRequest) -> Sequence:
@@ -199,7 +199,7 @@ def _connect(
     def install(live: Live, changed: Changed) -> None:
         choice.renew(_in_use(live), partial(equipment.install, live, changed))
         if recorder:
-            recorder.installed(live.drafter_version)
+            recorder.installed(live.drafter_key)
 
     gate = StepGate()
     scheduler = Scheduler(
@@ -255,7 +255,7 @@ def _choice(
 
 
 def _in_use(live: Live) -> WeightsInUse:
-    return WeightsInUse(live.target.content, live.drafter.content if live.drafter else "")
+    return WeightsInUse(live.target.content, live.drafter_content)
 
 
 def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) -> dict[str, str]:
@@ -292,6 +292,7 @@ def _describe(
         model=settings.served_model_name or Path(settings.model).resolve().name,
         weight_version=live.target.version,
         drafter_version=live.drafter_version,
+        drafter_quantization=live.drafter_quantization,
         adapters={name: part.version for name, part in live.adapters.items()},
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,

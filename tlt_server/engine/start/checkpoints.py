@@ -17,6 +17,7 @@ from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.loader import check_files, empty_target, unread
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import WHOLE, Split
+from tlt_server.settings.server import QuantizationName
 from tlt_server.speculation.drafters import find_loader
 from tlt_server.weights.parts import DrafterNetwork
 
@@ -26,7 +27,8 @@ def check_checkpoints(settings: DecidedSettings) -> None:
     target = empty_model(settings)
     check_target(settings, target, on_gpu=settings.device != "cpu")
     if directory := settings.drafter_directory:
-        check_drafter(settings, empty_drafter(directory, target), settings.device)
+        network = empty_drafter(directory, target, settings.drafter_quantization)
+        check_drafter(settings, network, settings.device)
     if settings.device == "cpu":
         kv_bytes(settings)
 
@@ -46,10 +48,13 @@ def empty_model(settings: EngineSettings, split: Split = WHOLE) -> Decoder:
         )
 
 
-def empty_drafter(directory: Path, target: Decoder) -> DrafterNetwork:
+def empty_drafter(
+    directory: Path, target: Decoder, quantization: QuantizationName = "none"
+) -> DrafterNetwork:
     """Return the drafter without storage."""
+    loader = find_loader(directory, "cpu")
     with torch.device("meta"):
-        network: DrafterNetwork = find_loader(directory, "cpu").empty(directory, target)
+        network: DrafterNetwork = loader.empty(directory, target, quantization=quantization)
         return network
 
 

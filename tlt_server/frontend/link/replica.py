@@ -97,6 +97,7 @@ class Replica:
                 self.info,
                 weight_version=report.state.target,
                 drafter_version=report.state.drafter,
+                drafter_quantization=report.state.drafter_quantization,
                 adapters=report.state.adapters,
             )
 

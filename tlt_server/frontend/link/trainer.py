@@ -265,7 +265,9 @@ class TrainerLink:
         while True:
             changed = engine.changes.next
             if engine.info is not None:
-                live = InForce(engine.info.weight_version, engine.info.drafter_version)
+                info = engine.info
+                how = info.drafter_quantization
+                live = InForce(info.weight_version, info.drafter_version, how)
                 if live != told and self._send(live):
                     told = live
             await changed.wait()

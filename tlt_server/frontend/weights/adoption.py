@@ -52,6 +52,7 @@ class Adoption:
             directory=str(place),
             target=report.state.target,
             drafter=report.state.drafter,
+            quantization=report.state.drafter_quantization,
             device=info.training_device,
             leaves=info.fingerprint.leaves,
             longest=info.max_model_len,

@@ -41,7 +41,7 @@ from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.quantised import QuantisedTensor
-from tlt_server.models.shards import Stored, pieces_of, tensors_of
+from tlt_server.models.shards import Stored, pieces_of, tensors_of, with_originals
 from tlt_server.models.split import Split
 from tlt_server.settings.server import QuantizationName
 
@@ -64,6 +64,7 @@ class GpuEagleNetwork:
         shape = LayerShape(qkv_bias=config.attention_bias, mlp_bias=config.mlp_bias)
         check_shape(config, shape, "the drafter")
         self.described, self.config, self.placement = described, config, placement
+        self.originals = dict[str, Tensor]()  # matrices before FP8
         part = self.part = drafter_part(
             config,
             described.draft_vocab_size,
@@ -179,7 +180,8 @@ class GpuEagleNetwork:
         """
         shards = [network.own_parameters() for network in (self, *self.peers)]
         splits = [network.part.split for network in (self, *self.peers)]
-        return pieces_of(shards, self.part.head, splits)
+        pieces = pieces_of(shards, self.part.head, splits)
+        return with_originals(pieces, self.placement.dtype, self.originals)
 
     def own_parameters(self) -> dict[str, Tensor | QuantisedTensor]:
         """Return this rank's slices."""

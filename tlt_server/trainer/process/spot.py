@@ -163,7 +163,7 @@ class SpotTrainer:
         except MemoryError as error:
             self._no_room_for_weights(error)
         else:
-            self._handed = InForce(handed.target, handed.drafter)
+            self._handed = InForce(handed.target, handed.drafter, handed.quantization)
 
     def _settle(self, verdict: Verdict) -> None:
         offered, self._offered = self._offered, None
@@ -180,13 +180,14 @@ class SpotTrainer:
             return
         self._adopted += 1
         self.schedule.judged(gain=True)
-        self._handed = None
+        handed, self._handed = self._handed, None
         try:
             self._work.adopted(verdict.version)
         except MemoryError as error:
             self._no_room_for_weights(error)
         else:
-            self._handed = InForce(offered.target_version, verdict.version)
+            how = handed.quantization if handed else "none"
+            self._handed = InForce(offered.target_version, verdict.version, how)
 
     def _obey(self, order: Order) -> None:
         self._answered = order.number

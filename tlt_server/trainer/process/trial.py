@@ -125,7 +125,7 @@ class Trial:
             self._stage,
             version=handed.target_version,
             tables=self._tables,
-            drafter_version=handed.drafter_version,
+            drafter_version=handed.drafter_key,
         )
         self._checked.compared_cycles += check.compared
         self._checked.different_cycles += check.different

@@ -108,6 +108,7 @@ class DrafterWork:
                 handed.drafter,
                 self._device,
                 handed.leaves,
+                handed.quantization,
             )
             self._follow(self._handed)
 

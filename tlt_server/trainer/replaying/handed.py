@@ -25,11 +25,13 @@ from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
+from tlt_server.settings.server import QuantizationName
 from tlt_server.speculation.cost import CostModel, CostRecord
 from tlt_server.trainer.learning.network import TargetShape, TrainableDrafter, load_trainable
 from tlt_server.trainer.replaying.replay import PAGE_SIZE, ReplayedDrafter
 from tlt_server.weights.checksums import live_sums
 from tlt_server.weights.handover import COSTS, DRAFTER, EMBEDDING, HEAD, TARGET
+from tlt_server.wire.records import drafter_key
 
 
 class Frame(Served, Protocol):
@@ -75,12 +77,24 @@ class Handed(NamedTuple):
         config = self.frame.config
         return load_trainable(self.directory, config, compute=compute, device=device)
 
+    @property
+    def quantization(self) -> QuantizationName:
+        """Return the form in which the engine drafts."""
+        found: QuantizationName = self.in_force.weights.network.quantization
+        return found
+
+    @property
+    def drafter_key(self) -> str:
+        return drafter_key(self.drafter_version, self.quantization)
+
     def replayed(self, directory: Path) -> ReplayedDrafter:
-        return ReplayedDrafter.load(directory, self.frame, device=self.in_force.device)
+        """Load another drafter in the form of the active one."""
+        device, how = self.in_force.device, self.quantization
+        return ReplayedDrafter.load(directory, self.frame, device=device, quantization=how)
 
 
 def digest_of(drafter: ReplayedDrafter) -> str:
-    """Return a checksum of weights and draft vocabulary, as stored in memory."""
+    """Return a checksum of weights and draft vocabulary; of FP8, of what it was made from."""
     sums = live_sums(drafter.weights.network.parameters())
     sums["d2t"] = xxhash.xxh3_64_hexdigest(drafter.vocabulary().tobytes())
     return digest(sums)
@@ -93,14 +107,16 @@ def read_handed(
     drafter_version: str,
     device: str,
     leaves: int,
+    quantization: QuantizationName = "none",
 ) -> Handed:
     """Read the handed-over weights, for a replay on a device of `FRAMES`. `model`: the served
-    directory. `leaves`: its number of reduction segments. `ModelError` if the drafter does not fit.
+    directory. `leaves`: its number of reduction segments. `quantization`: in which it drafts.
+    `ModelError` if the drafter does not fit.
     """
     own = directory / DRAFTER
     tensors = load_file(directory / TARGET, device=device)
     frame = FRAMES[device](model, own, tensors[EMBEDDING], tensors[HEAD], leaves)
-    in_force = ReplayedDrafter.load(own, frame, drafter_version, device)
+    in_force = ReplayedDrafter.load(own, frame, drafter_version, device, quantization)
     return Handed(
         target_version,
         drafter_version,

@@ -25,6 +25,7 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.models.draft_checkpoint import Served
 from tlt_server.registry import load_object
 from tlt_server.samples.samples import Responses
+from tlt_server.settings.server import QuantizationName
 from tlt_server.speculation.accept import accepted_drafts, on_path
 from tlt_server.speculation.batch import DraftBatch
 from tlt_server.speculation.branches import Proposing
@@ -114,11 +115,16 @@ class ReplayedDrafter:
 
     @classmethod
     def load(
-        cls, directory: Path, target: Served, label: str = "", device: str = "cpu"
+        cls,
+        directory: Path,
+        target: Served,
+        label: str = "",
+        device: str = "cpu",
+        quantization: QuantizationName = "none",
     ) -> ReplayedDrafter:
         """`target`: on the same device. `ModelError` if the drafter does not fit it."""
         loader = find_loader(directory, device)
-        network = loader.empty(directory, target)
+        network = loader.empty(directory, target, quantization=quantization)
         loader.fill(network, directory)
         weights = DraftWeights(network, loader.calibration(directory))  # type: ignore[arg-type]
         return cls(label or str(directory), drafter_in(directory), weights, device)

@@ -65,8 +65,8 @@ def self_check(
     on_response: Callable[[int], None] = lambda count: None,
 ) -> SelfCheck:
     """Compare all verifications of the drafter. `version`: the target's weights. `tables`: the
-    known calibration tables [K], by version. `drafter_version`: the drafter's weights, if several
-    were recorded.
+    known calibration tables [K], by version. `drafter_version`: the drafter's key, if several were
+    recorded.
     """
     verified, responses = samples.verified, samples.responses
     rows_V = own_rows(samples.legend.strategies, verified, drafter.kind)

@@ -153,6 +153,7 @@ def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:
         settings.reduction_leaves,
         settings.exchange,
         settings.drafter_parallel,
+        settings.drafter_quantization,
         settings.feature_bytes > 0,
         sources("tlt_server"),
     ]

@@ -59,7 +59,8 @@ def empty_networks(
         return shards(config, placement, (), split), None
     loader = find_loader(directory, settings.device)
     target = shards(config, placement, loader.feature_layers(directory, config), split)
-    return target, spread_drafter(target, lambda of: loader.empty(directory, of))
+    how = settings.drafter_quantization
+    return target, spread_drafter(target, lambda of: loader.empty(directory, of, quantization=how))
 
 
 def window_sizes(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) -> WindowSizes:

@@ -113,6 +113,8 @@ class EagleDrafts:
         """Swap the values with the live ones. The new table has its own buckets."""
         network, table = _of(changed)
         swap_networks(self.network, network)
+        own = self.network.originals
+        self.network.originals, network.originals = network.originals, own
         self.network = network
         self.begin_again(table.gap_edges, table.acceptance_K)
 
