@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-import pytest
 from torch import Tensor
 
 from tests.engine.tiny import Shape
 from tlt_client.channels.checksums import mix64
 from tlt_client.quantise import SCALE_SUFFIX, effective_checksum, quantise
-from tlt_server.models.decoder import Decoder
-from tlt_server.models.quantised import EffectiveTensor
 
 # The smallest widths that blocks of 128 divide.
 BLOCKS = Shape(vocab=64, hidden=128, layers=2, head_dim=64, mlp=128, features=(1, 0, 1))
@@ -42,18 +39,3 @@ def effective_sums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         name: effective_checksum(tensor) if is_map(name) else mix64(tensor)
         for name, tensor in tensors.items()
     }
-
-
-def quantised(decoder: Decoder, sound=Decoder.own_parameters) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
-    fp8 = decoder.config.quantization is not None
-    return {
-        name: EffectiveTensor(each) if fp8 and is_map(name) and isinstance(each, Tensor) else each
-        for name, each in sound(decoder).items()
-    }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_fp8() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Decoder, "own_parameters", quantised)
-        yield

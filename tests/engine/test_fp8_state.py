@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.engine.fp8 import BLOCKS, effective_sums, in_fp8, in_halves, is_map
+from tests.engine.fp8 import BLOCKS, effective_sums, in_halves, is_map
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, cpu_settings, perturbed, small_request, why
 from tests.engine.tiny import write_eagle, write_target
@@ -27,8 +27,6 @@ from tlt_server.models.quantization import FORM
 from tlt_server.weights import handover
 from tlt_server.weights.checksums import checksum
 from tlt_server.wire.commands import HandOver, ReadWeights, Sleep, WakeUp
-
-__all__ = ["in_fp8"]  # a fixture
 
 SINGLE = "model.safetensors"
 MAP = "model.layers.0.self_attn.q_proj.weight"
@@ -117,6 +115,8 @@ def test_state_directory_is_in_fp8_and_restarts_equal(
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].float(), tensor.float()), name
+    fresh = Pushable(replace(settings_of(root), model=root / "new-fp8", quantization=None))
+    assert fresh.checksums() == sums and fresh.run(ASKED) == said, "started on what was pushed"
     again = Pushable(kept)
     assert (again.info.weight_version, again.info.lost) == ("v1", {})
     assert again.checksums() == sums and again.run(ASKED) == said

@@ -25,7 +25,7 @@ from tlt_server.models.quantised import E4M3
 from tlt_server.models.shards import Stored, in_fp8
 from tlt_server.weights.checks import check_content, check_shape, not_in_fp8
 from tlt_server.weights.checksums import Content, contents, plain
-from tlt_server.weights.halves import Halves, check_half, half_missing
+from tlt_server.weights.halves import Halves, half_missing
 from tlt_server.weights.parts import Adapter, Drafter, Network, Target
 from tlt_server.weights.storage import Options
 from tlt_server.wire.commands import TensorEntry
@@ -120,9 +120,7 @@ class Arriving:
         self.halves.check_names(coming, {} if partial else dtypes, self.place)
         check_names(expected, coming, {*self.others, *self.halves.scales}, self.place)
         for name, entry in declared.items():
-            if entry.shape is not None and name in self.halves.scales:
-                self.halves.check_layout(name, entry.shape, dtypes.get(name), "the manifest")
-            elif entry.shape is not None:
+            if entry.shape is not None and name not in self.halves.scales:
                 check_shape(name, entry.shape, self.parameters, "the manifest")
         for layout in receiver.layouts:
             if layout.role == self.role:
@@ -240,7 +238,6 @@ class Arriving:
 
     def _joined(self, name: str, half: Tensor, where: str) -> QuantisedBlocks | None:
         """Return the matrix that a half completes; None if it waits for the other one."""
-        check_half(name, half, where)
         matrix = name.removesuffix(SCALE_SUFFIX)
         if matrix in self.sums:
             raise half_missing(matrix, None, where)

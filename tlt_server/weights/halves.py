@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tlt_client.quantise import SCALE_SUFFIX, QuantisedBlocks, scales_shape
+from tlt_client.quantise import SCALE_SUFFIX, QuantisedBlocks
 from tlt_server.errors import WeightsRefused
-from tlt_server.models.quantised import E4M3, SCALE_DTYPES
+from tlt_server.models.quantised import E4M3, check_blocks, check_scales
 from tlt_server.models.shards import Stored, in_fp8
 
 HELD_BYTES = 2**31  # limit on tensors whose other half has not come
@@ -24,12 +24,10 @@ class Halves:
     def __init__(self, parameters: Mapping[str, Stored]) -> None:
         """`parameters`: the tensors of a network, by name. Those in FP8 may come in halves."""
         self.matrices = {name for name, stored in parameters.items() if in_fp8(stored)}
-        # The name of the scales -> their shape.
-        self.scales = {
-            name + SCALE_SUFFIX: scales_shape(parameters[name].shape) for name in self.matrices
-        }
+        # The name of the scales -> the shape of their matrix.
+        self.scales = {name + SCALE_SUFFIX: parameters[name].shape for name in self.matrices}
         self.came: set[str] = set()  # halves, whether their matrix is whole or not
-        self._held: dict[str, Tensor] = {}
+        self._held: dict[str, tuple[Tensor, str]] = {}  # name -> half, where it came from
 
     def lacking(self, matrix: str) -> str:
         """Return the name of the tensor that an incomplete matrix still needs."""
@@ -52,17 +50,10 @@ class Halves:
             if matrix in self.matrices and (dtype == E4M3) != (matrix + SCALE_SUFFIX in coming):
                 raise half_missing(matrix, dtype, where)
 
-    def check_layout(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None, where: str
-    ) -> None:
-        """Check the shape of scales, and their type if it is known."""
-        wanted = self.scales[name]
-        if tuple(shape) != wanted or dtype not in (None, *SCALE_DTYPES):
-            raise WeightsRefused(
-                f"{where}: scales {name!r} have shape {list(shape)} and dtype {dtype}, expected "
-                f"{list(wanted)}, one per block of 128 x 128, in float32 or bfloat16; quantise "
-                "with tlt_client.quantise"
-            )
+    def check_layout(self, name: str, shape: Sequence[int], dtype: torch.dtype, where: str) -> None:
+        """Check the shape and type of scales."""
+        matrix = name.removesuffix(SCALE_SUFFIX)
+        check_scales(matrix, self.scales[name], shape, dtype, where)
 
     def join(
         self, name: str, half: Tensor, device: torch.device, where: str
@@ -71,34 +62,26 @@ class Halves:
         come yet. `half` is copied then.
         """
         self.came.add(name)
-        scales = name in self.scales
-        other = name.removesuffix(SCALE_SUFFIX) if scales else name + SCALE_SUFFIX
-        found = self._held.pop(other, None)
-        if found is None:
+        matrix = name.removesuffix(SCALE_SUFFIX)
+        other = matrix if name in self.scales else matrix + SCALE_SUFFIX
+        if other not in self._held:
             self._hold(name, half, where)
             return None
-        pair = (found, half) if scales else (half, found)
-        values, scale = (each.to(device) for each in pair)
-        return QuantisedBlocks(values, scale.float())
+        found, place = self._held.pop(other)
+        pair = (found, half) if name in self.scales else (half, found)
+        values, scales = (each.to(device) for each in pair)
+        where = where if place == where else f"{place} and {where}"
+        return check_blocks(matrix, values, scales, where)
 
     def _hold(self, name: str, half: Tensor, where: str) -> None:
-        held = half.nbytes + sum(each.nbytes for each in self._held.values())
+        held = half.nbytes + sum(each.nbytes for each, _ in self._held.values())
         if held > HELD_BYTES:
             raise WeightsRefused(
                 f"{where}: {len(self._held) + 1} tensors of {held} bytes, among them {name!r}, "
                 f"wait for their other half, and the limit is {HELD_BYTES}; push each matrix next "
                 "to its scales, or all scales first"
             )
-        self._held[name] = half.to("cpu", copy=True)
-
-
-def check_half(name: str, half: Tensor, where: str) -> None:
-    """Check the content of scales. NaN and infinities are found with the checksum."""
-    if name.endswith(SCALE_SUFFIX) and not bool((half > 0).all()):
-        raise WeightsRefused(
-            f"{where}: scales {name!r} hold {int((half <= 0).sum())} values that are zero or "
-            "negative; quantise with tlt_client.quantise, which gives a block of zeros the scale 1"
-        )
+        self._held[name] = half.to("cpu", copy=True), where
 
 
 def half_missing(matrix: str, dtype: torch.dtype | None, where: str) -> WeightsRefused:
