@@ -1,7 +1,8 @@
 """Kernels of ranks, compiled for compute capability 9.0 without a GPU: run it without Triton's
 interpreter, `python -m tests.kernels.for_hopper`. It prints one JSON object: PTX and layouts of the
 exchanges, by name, way and hidden size; layouts of each variant of the kernels that add floats on
-one GPU and on ranks alike, by name and number.
+one GPU and on ranks alike, by name and number; PTX of the streaming matmul of e4m3 operands, by
+kind.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from tlt_kernels.gpu import gemm_stream
 from tlt_kernels.gpu.compiler import FixedTarget
 from tlt_kernels.gpu.exchange import Way, WindowSizes, peer_windows, window_bytes
+from tlt_kernels.gpu.gemm_tiles import LEAF_UNIT, Kind, stream_tile
 from tlt_kernels.gpu.norm import add_rms_norm_into
-from tlt_kernels.gpu.quantise import empty_rows
+from tlt_kernels.gpu.quantise import E4M3, Matrix, Quantised, empty_rows
 from tlt_kernels.gpu.rope import rope_store
 from tlt_kernels.gpu.sampling import BLOCK, block_words, blocks_of_rank, sample, sample_shared
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
@@ -48,6 +51,8 @@ def main() -> None:
     ]
     for number, variant in enumerate(dict.fromkeys(alike)):
         texts[f"{variant.kernel} {number}"] = {"layouts": preload(variant).asm["ttgir"]}
+    for kind in (Kind.FOLDED, Kind.GATED):
+        texts[f"_stream {kind.value}"] = {"ptx": preload(scaled_matmul(kind)).asm["ptx"]}
     print(json.dumps(texts))
 
 
@@ -98,6 +103,23 @@ def rotation(ranks: int) -> list[Variant]:
             k_weight_D=weight, eps=1e-6,
         )  # fmt: skip
     return [*found]
+
+
+def scaled_matmul(kind: Kind) -> Variant:
+    gemm_stream.multiprocessors = lambda device: 132
+    m, n, k = 128, 512, 512
+    weight = Matrix(torch.zeros(n, k, dtype=E4M3), torch.zeros(n // LEAF_UNIT, k // LEAF_UNIT))
+    is_gated = kind is Kind.GATED
+    shape, dtype = ((1, m, n // 2), torch.bfloat16) if is_gated else ((2, m, n), torch.float32)
+    tile = stream_tile(kind, m, n, 132, 4, 2, scaled=True)
+    rows = Quantised(torch.zeros(m, k, dtype=E4M3), torch.zeros(k // LEAF_UNIT, m))
+    with listed() as found:
+        out = torch.zeros(shape, dtype=dtype)
+        gemm_stream.multiply(
+            tile, rows, weight, None, out, LEAF_UNIT, 1 if is_gated else 2, is_gated
+        )
+    [variant] = found
+    return variant
 
 
 if __name__ == "__main__":

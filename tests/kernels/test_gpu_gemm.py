@@ -146,12 +146,14 @@ TILES = list(
 )
 
 
-def shared_bytes(tile: Tile) -> int:
-    """Return an upper bound of the shared memory of `gemm_stream`: the ring, two barriers of 8
-    bytes a stage, and the room in which sums change their layout before they are stored (64 bytes a
-    thread in float32, 16 in bfloat16).
+def shared_bytes(tile: Tile, itemsize: int = 2) -> int:
+    """Return an upper bound of the shared memory of `gemm_stream`: the ring, with a scale per row
+    for operands of one byte, two barriers of 8 bytes a stage, and the room in which sums change
+    their layout before they are stored (64 bytes a thread in float32, 16 in bfloat16).
     """
-    ring = (tile.rows + tile.columns) * tile.depth * 2 * tile.stages
+    ring = (tile.rows + tile.columns) * tile.depth * itemsize * tile.stages
+    if itemsize == 1:
+        ring += 4 * max(tile.rows, 32) * tile.stages
     return ring + 16 * tile.stages + 64 * 32 * tile.warps + 128
 
 

@@ -434,6 +434,12 @@ def test_rank_kernels_keep_a_single_gpus_register_layout(
     assert mixed == ["#ttg.pairs"], "a reshape that may reorder keeps the registers before it"
 
 
+def test_scaled_matmul_for_hopper_multiplies_e4m3(for_hopper: dict[str, dict[str, str]]) -> None:
+    for kind in ("folded", "gated"):
+        ptx = for_hopper[f"_stream {kind}"]["ptx"]
+        assert "wgmma.mma_async.sync.aligned.m64" in ptx and ".f32.e4m3.e4m3" in ptx
+
+
 REORDERED = """
 #pairs = #ttg.pairs
 #one = #ttg.one

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits
+from tests.kernels.test_gpu_gemm import SHARED_BYTES, LastLaunched, shared_bytes
+from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_client.quantise import quantise
 from tlt_kernels import reference
-from tlt_kernels.gpu.gemm import gated, linear, partials
-from tlt_kernels.gpu.gemm_tiles import leaf_size
+from tlt_kernels.gpu import gemm_portable
+from tlt_kernels.gpu.gemm import gated, in_use, linear, partials
+from tlt_kernels.gpu.gemm_tiles import _SCALED, LEAF_UNIT, Kind, Tile, leaf_size, portable_tile
 from tlt_kernels.gpu.quantise import BLOCK, E4M3, Matrix, Quantised, quantise_rows
 
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -132,3 +134,54 @@ def test_scaled_sums_are_added_in_order(leaves: int) -> None:
     )
     with pytest.raises(AssertionError, match="differ in their bits"):
         assert_same_bits("backwards", turned[0], twin(rows, weight)[0])
+
+
+TILES = list(
+    dict.fromkeys((kind, tile) for kind in Kind for _, each in _SCALED[kind] for tile in each)
+)
+
+
+@pytest.mark.parametrize(("kind", "tile"), TILES, ids=str)
+def test_scaled_tiles_fit_shared_memory_and_leaves(kind: Kind, tile: Tile) -> None:
+    assert tile.depth == LEAF_UNIT == BLOCK  # a stage has one scale a row
+    assert shared_bytes(tile, 1) <= SHARED_BYTES
+    shares = tile.warps // 4
+    if tile.x_first:
+        assert tile.rows % 64 == 0 and shares % (tile.rows // 64) == 0
+        assert tile.fold(8, 1) <= 2, "a program stores the sum of a leaf while it adds the other"
+    else:
+        assert tile.columns == 64 * shares
+    width = tile.columns // 2 if kind is Kind.GATED else tile.columns
+    assert BLOCK % width == 0 or width == 2 * BLOCK, "outputs of a tile have one block, or two"
+
+
+@gpu
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("kind", "tile"), TILES, ids=str)
+def test_scaled_tile_stores_the_bits_of_the_portable_kernel(
+    kind: Kind, tile: Tile, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_gated = kind is Kind.GATED
+    m, k = 2 * tile.rows + 5, 9 * BLOCK
+    n = 3072 if is_gated else 6001 if ragged else 6016
+    kernel = in_use(E4M3, torch.device(DEVICE), n if is_gated else 0)
+    if kernel != "streaming":
+        pytest.skip(kernel)
+    from tlt_kernels.gpu import gemm_stream
+
+    parts, fold = {Kind.PARTIALS: (2, 1), Kind.FOLDED: (2, 2)}.get(kind, (1, 1))
+    leaf = leaf_size(k, parts * fold) if parts > 1 else k
+    weight = matrix(2 * n if is_gated else n, k)
+    bias = draw(n, 1, seed=2).view(n) if kind is Kind.LINEAR else None
+    given = quantise_rows(draw(m, k)), weight, bias
+    dtype = torch.bfloat16 if kind in (Kind.LINEAR, Kind.GATED) else torch.float32
+    found = torch.full((parts * m + 1, n), float("nan"), dtype=dtype, device=DEVICE)
+    expected = found.clone()
+    outs = [out[:-1].view(parts, m, n) for out in (found, expected)]
+    stream = LastLaunched(gemm_stream._stream)
+    monkeypatch.setattr(gemm_stream, "_stream", stream)
+    gemm_stream.multiply(tile, *given, outs[0], leaf, fold, is_gated)
+    gemm_portable.multiply(portable_tile(m, E4M3), *given, outs[1], leaf, fold, is_gated)
+    assert_same_bits(f"{kind.value}, {tile}", found[:-1], expected[:-1])
+    assert found[-1].isnan().all(), "written past the last row"
+    assert stream.compiled.metadata.shared <= shared_bytes(tile, 1)

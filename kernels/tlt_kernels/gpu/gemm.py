@@ -39,7 +39,7 @@ from tlt_kernels.gpu.gemm_tiles import (
     portable_tile,
     stream_tile,
 )
-from tlt_kernels.gpu.quantise import Matrix, Quantised, quantise_rows
+from tlt_kernels.gpu.quantise import BLOCK, E4M3, Matrix, Quantised, quantise_rows
 
 INTERLEAVED = 8  # rows of gate, then as many of up: the order in which `gemm_stream` reads them
 
@@ -47,9 +47,9 @@ INTERLEAVED = 8  # rows of gate, then as many of up: the order in which `gemm_st
 @cache
 def _hindrance(dtype: torch.dtype, device: torch.device) -> str:
     """Return the reason why `gemm_stream` cannot be used, or an empty string."""
-    if dtype != torch.bfloat16:
+    if dtype not in (torch.bfloat16, E4M3):
         name = str(dtype).removeprefix("torch.")
-        return f"the type is {name}, and the streaming kernel is for bfloat16"
+        return f"the type is {name}, and the streaming kernel is for bfloat16 and FP8"
     if device.type != "cuda":
         return f"the device is {device.type}, and the streaming kernel is for a GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -94,7 +94,9 @@ def _chosen(
         from tlt_kernels.gpu import gemm_stream
 
         programs = gemm_stream.multiprocessors(device)
-        return gemm_stream.multiply, stream_tile(kind, m, n, programs, leaves, parts)
+        scaled = weight.scales is not None
+        tile = stream_tile(kind, m, n, programs, leaves, parts, scaled=scaled)
+        return gemm_stream.multiply, tile
     return gemm_portable.multiply, portable_tile(m, dtype)
 
 
@@ -162,7 +164,8 @@ def gated(x: Tensor | Quantised, weight: Matrix, *, out_dtype: torch.dtype | Non
     the gate's, the rest are up's.
     """
     x, m, dtype = _taken(x, weight)
-    device = weight.values.device
-    out_MI = torch.empty(m, len(weight.values) // 2, dtype=out_dtype or dtype, device=device)
+    n, device = len(weight.values), weight.values.device
+    assert weight.scales is None or n % (2 * BLOCK) == 0, "gate and up share a block of scales"
+    out_MI = torch.empty(m, n // 2, dtype=out_dtype or dtype, device=device)
     _multiply(Kind.GATED, x, weight, None, out_MI)
     return out_MI

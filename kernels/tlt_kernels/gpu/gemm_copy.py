@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-PANEL = gl.constexpr(64)  # elements of K in one 128-byte row of shared memory
+PANEL = gl.constexpr(64)  # bfloat16 elements of K in one 128-byte row of shared memory
 
 
 @gluon.jit
@@ -31,6 +31,7 @@ def locate(item, whole, m_tiles, n_tiles, GROUP: gl.constexpr, PIECES: gl.conste
 
 @gluon.jit
 def _copy_weights(weight, ready, buffer, n, k, stage, PANELS: gl.constexpr, GATED: gl.constexpr):
+    PANEL: gl.constexpr = buffer.shape[-1]
     for p in gl.static_range(PANELS):
         if GATED:
             tma.async_copy_global_to_shared(
@@ -47,6 +48,7 @@ def _copy_weights(weight, ready, buffer, n, k, stage, PANELS: gl.constexpr, GATE
 
 @gluon.jit
 def _copy_rows(x, ready, buffer, m, k, stage, BM: gl.constexpr, PANELS: gl.constexpr):
+    PANEL: gl.constexpr = buffer.shape[-1]
     for p in gl.static_range(PANELS):
         tma.async_copy_global_to_shared(
             x, [m, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p).slice(0, BM)
@@ -54,12 +56,22 @@ def _copy_rows(x, ready, buffer, m, k, stage, BM: gl.constexpr, PANELS: gl.const
 
 
 @gluon.jit
+def _copy_row_scales(row_scales, ready, buffer, m, k, stage, W):
+    """Copy one number for each row of a tile and some beyond; without scales, none."""
+    if row_scales is not None:
+        tma.async_copy_global_to_shared(
+            row_scales, [k // 128 * W + m], ready.index(stage), buffer.index(stage)
+        )
+
+
+@gluon.jit
 def _expect(
-    barrier, whole, BM: gl.constexpr, PIECE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr
-):
-    mbarrier.expect(barrier, (BM + BN) * BK * 2, pred=whole)
+    barrier, whole, BM: gl.constexpr, PIECE: gl.constexpr, BN: gl.constexpr, PANELS: gl.constexpr,
+    SCALES: gl.constexpr,
+):  # fmt: skip
+    mbarrier.expect(barrier, (BM + BN) * PANELS * 128 + SCALES * 4, pred=whole)
     if PIECE < BM:
-        mbarrier.expect(barrier, (PIECE + BN) * BK * 2, pred=~whole)
+        mbarrier.expect(barrier, (PIECE + BN) * PANELS * 128 + SCALES * 4, pred=~whole)
 
 
 @gluon.jit
@@ -84,14 +96,18 @@ def copy(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     GROUP: gl.constexpr,
+    row_scales,
+    s_buffer,
+    W,
 ):
-    BK: gl.constexpr = PANELS * PANEL
+    BK: gl.constexpr = PANELS * x_buffer.shape[-1]
+    SCALES: gl.constexpr = 0 if row_scales is None else s_buffer.shape[1]
     program, programs = gl.program_id(0), gl.num_programs(0)
     steps = gl.cdiv(part, BK)
     mt, piece, nt, s = locate(program, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
     early = gl.minimum(steps, STAGES)
     for t in range(early):
-        _expect(ready.index(t), program < whole, BM, PIECE, BN, BK)
+        _expect(ready.index(t), program < whole, BM, PIECE, BN, PANELS, SCALES)
         _copy_weights(weight, ready, w_buffer, nt * WIDTH, s * part + t * BK, t, PANELS, GATED)
     gdc_wait()
     stage = 0
@@ -102,14 +118,14 @@ def copy(
             k = s * part + t * BK
             if (item != program) | (t >= early):
                 mbarrier.wait(free.index(stage), phase)
-                _expect(ready.index(stage), item < whole, BM, PIECE, BN, BK)
+                _expect(ready.index(stage), item < whole, BM, PIECE, BN, PANELS, SCALES)
                 _copy_weights(weight, ready, w_buffer, nt * WIDTH, k, stage, PANELS, GATED)
+            m = mt * BM + piece * PIECE
+            _copy_row_scales(row_scales, ready, s_buffer, m, k, stage, W)
             if (PIECE == BM) | (item < whole):
                 _copy_rows(x, ready, x_buffer, mt * BM, k, stage, BM, PANELS)
             else:
-                _copy_rows(
-                    x_piece, ready, x_buffer, mt * BM + piece * PIECE, k, stage, PIECE, PANELS
-                )
+                _copy_rows(x_piece, ready, x_buffer, m, k, stage, PIECE, PANELS)
             stage += 1
             if stage == STAGES:
                 stage = 0

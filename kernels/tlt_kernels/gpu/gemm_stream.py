@@ -1,11 +1,11 @@
-"""The bfloat16 matmul on Hopper: one warp streams tiles into a ring of shared memory, and four or
-eight warps multiply.
+"""The matmul on Hopper: one warp streams tiles into a ring of shared memory, and four or eight
+warps multiply.
 
 A program stays on its multiprocessor and takes tile after tile, so the ring never drains between
-tiles. The copying warp is in `gemm_copy.py`, the sums are in `gemm_sums.py`. The weight is the
-first operand of the tensor cores and is read where it lies, so that few rows of x waste nothing.
-Gate and up lie interleaved there, eight rows of each, so that one thread gets both. `gemm.py` calls
-this file and states the rule about the order of addition.
+tiles. The copying warp is in `gemm_copy.py`; the sums are in `gemm_sums.py`, those of e4m3 operands
+in `gemm_scaled.py`. The weight is the first operand of the tensor cores and is read where it lies,
+so that few rows of x waste nothing. Gate and up lie interleaved there, eight rows of each, so that
+one thread gets both. `gemm.py` calls this file and states the rule about the order of addition.
 
 Legend: M rows, N outputs, K inputs, P partial sums; BM, BN, BK tile of rows of x, rows of the
 weight, and K.
@@ -25,21 +25,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tlt_kernels.gpu.gemm_copy import PANEL, copy, locate
+from tlt_kernels.gpu.gemm_scaled import multiply_scaled
+from tlt_kernels.gpu.gemm_store import store
 from tlt_kernels.gpu.gemm_sums import add_leaves
 from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
-from tlt_kernels.gpu.quantise import Matrix
-from tlt_kernels.gpu.silu import silu
+from tlt_kernels.gpu.quantise import BLOCK, ROW_UNIT, Matrix, Quantised
 from tlt_kernels.gpu.target import PDL
-
-
-@gluon.constexpr_function
-def _stored(width, bits, warps):
-    """Return the layout of a tile [width, BM] in threads that store 16 bytes each. As many lanes as
-    fit lie along N: with fewer, the exchange takes more shared memory.
-    """
-    run = 128 // bits
-    lanes = min(width // run, 32)
-    return gl.BlockedLayout([run, 1], [lanes, 32 // lanes], [1, warps], [0, 1])
 
 
 @gluon.jit
@@ -71,32 +62,11 @@ def _multiply_tile(
     sums: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16]
     )
-    stored: gl.constexpr = _stored(WIDTH, out_PMN.dtype.element_ty.primitive_bitwidth, WARPS)
     acc, stage, phase = add_leaves(
         x_buffer, w_buffer, ready, free, steps, stage, phase,
         BM, BN, PANELS, STAGES, FOLD, GATED, sums,
     )  # fmt: skip
-    if (
-        GATED
-    ):  # eight rows of gate, then the eight rows of up that belong to them: both in one thread
-        gate, up = acc.reshape([BN // 16, 2, 8, BM]).permute([0, 2, 3, 1]).split()
-        total_NM = (silu(gate) * up).reshape([WIDTH, BM])
-    else:
-        total_NM = acc
-    if BIASED:
-        column = n + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
-        total_NM += gl.load(bias_N + column, mask=column < N, other=0.0).to(gl.float32)[:, None]
-    total_NM = gl.convert_layout(total_NM.to(out_PMN.dtype.element_ty), stored)
-    row, column = (
-        gl.arange(0, BM, gl.SliceLayout(0, stored)),
-        gl.arange(0, WIDTH, gl.SliceLayout(1, stored)),
-    )
-    corner = out_PMN + ((s.to(gl.int64) * M + m) * N + n)  # 64 bits once; from here 32 do
-    gl.store(
-        (corner + row * N)[None, :] + column[:, None],
-        total_NM,
-        mask=(row < M - m)[None, :] & (column < N - n)[:, None],
-    )
+    store(acc, bias_N, out_PMN, M, N, m, n, s, GATED, BIASED, False, WARPS)
     return stage, phase
 
 
@@ -194,11 +164,15 @@ def _multiply(
 def _stream(
     x,
     x_piece,
+    row_scales,
     weight,
+    scales_BG,
     bias_N,
     out_PMN,
     M,
     N,
+    W,
+    G,
     items,
     whole,
     m_tiles,
@@ -214,84 +188,86 @@ def _stream(
     BIASED: gl.constexpr,
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
+    X_FIRST: gl.constexpr,
 ):
     gdc_launch_dependents()
     WIDTH: gl.constexpr = BN // 2 if GATED else BN  # outputs of a tile
+    LENGTH: gl.constexpr = x.block_shape[1]
     if GATED:
         w_buffer = gl.allocate_shared_memory(
-            weight.dtype, [STAGES * PANELS, BN // 16, 2, 8, PANEL], weight.layout
+            weight.dtype, [STAGES * PANELS, BN // 16, 2, 8, LENGTH], weight.layout
         )
     else:
         w_buffer = gl.allocate_shared_memory(
-            weight.dtype, [STAGES * PANELS, BN, PANEL], weight.layout
+            weight.dtype, [STAGES * PANELS, BN, LENGTH], weight.layout
         )
-    x_buffer = gl.allocate_shared_memory(x.dtype, [STAGES * PANELS, BM, PANEL], x.layout)
+    x_buffer = gl.allocate_shared_memory(x.dtype, [STAGES * PANELS, BM, LENGTH], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(free.index(i), count=1 if row_scales is None else WARPS // 4)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    x_buffer,
-                    w_buffer,
-                    ready,
-                    free,
-                    bias_N,
-                    out_PMN,
-                    M,
-                    N,
-                    items,
-                    whole,
-                    m_tiles,
-                    n_tiles,
-                    part,
-                    BM,
-                    PIECE,
-                    BN,
-                    WIDTH,
-                    PANELS,
-                    STAGES,
-                    FOLD,
-                    GATED,
-                    BIASED,
-                    GROUP,
+    if row_scales is None:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, items, whole, m_tiles,
+                    n_tiles, part, BM, PIECE, BN, WIDTH, PANELS, STAGES, FOLD, GATED, BIASED, GROUP,
                     WARPS,
-                ),
-            ),
-            (
-                copy,
-                (
-                    x,
-                    x_piece,
-                    weight,
-                    x_buffer,
-                    w_buffer,
-                    ready,
-                    free,
-                    items,
-                    whole,
-                    m_tiles,
-                    n_tiles,
-                    part,
-                    BM,
-                    PIECE,
-                    BN,
-                    WIDTH,
-                    PANELS,
-                    STAGES,
-                    GATED,
-                    GROUP,
-                ),
-            ),
-        ],
-        [1],
-        [40],
-    )
+                )),
+                (copy, (
+                    x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_tiles,
+                    n_tiles, part, BM, PIECE, BN, WIDTH, PANELS, STAGES, GATED, GROUP, None,
+                    None, 0,
+                )),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        s_buffer = gl.allocate_shared_memory(
+            gl.float32, [STAGES, row_scales.block_shape[0]], row_scales.layout
+        )
+        if WARPS == 4:
+            gl.warp_specialize(
+                [
+                    (multiply_scaled, (
+                        x_buffer, w_buffer, s_buffer, ready, free, scales_BG, bias_N, out_PMN, M, N,
+                        G, items, whole, m_tiles, n_tiles, part, BM, PIECE, BN, WIDTH, STAGES, FOLD,
+                        GATED, BIASED, GROUP, X_FIRST, 0, 1,
+                    )),
+                    (copy, (
+                        x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_tiles,
+                        n_tiles, part, BM, PIECE, BN, WIDTH, PANELS, STAGES, GATED, GROUP,
+                        row_scales, s_buffer, W,
+                    )),
+                ],
+                [1],
+                [40],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (multiply_scaled, (
+                        x_buffer, w_buffer, s_buffer, ready, free, scales_BG, bias_N, out_PMN, M, N,
+                        G, items, whole, m_tiles, n_tiles, part, BM, PIECE, BN, WIDTH, STAGES, FOLD,
+                        GATED, BIASED, GROUP, X_FIRST, 0, 2,
+                    )),
+                    (multiply_scaled, (
+                        x_buffer, w_buffer, s_buffer, ready, free, scales_BG, bias_N, out_PMN, M, N,
+                        G, items, whole, m_tiles, n_tiles, part, BM, PIECE, BN, WIDTH, STAGES, FOLD,
+                        GATED, BIASED, GROUP, X_FIRST, 1, 2,
+                    )),
+                    (copy, (
+                        x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_tiles,
+                        n_tiles, part, BM, PIECE, BN, WIDTH, PANELS, STAGES, GATED, GROUP,
+                        row_scales, s_buffer, W,
+                    )),
+                ],
+                [4, 1],
+                [240, 24],
+            )  # fmt: skip
 
 
 @cache
@@ -301,7 +277,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def multiply(
     tile: Tile,
-    x_MK: Tensor,
+    x: Tensor | Quantised,
     weight: Matrix,
     bias_N: Tensor | None,
     out_PMN: Tensor,
@@ -309,6 +285,7 @@ def multiply(
     fold: int,
     gated: bool,
 ) -> None:
+    x_MK, scales_GW = x if isinstance(x, Quantised) else (x, None)
     (m, k), n = x_MK.shape, out_PMN.shape[-1]
     width = tile.columns // 2 if gated else tile.columns
     m_tiles, n_tiles = triton.cdiv(m, tile.rows), triton.cdiv(n, width)
@@ -316,29 +293,42 @@ def multiply(
     items, whole = split_last_round(
         m_tiles * n_tiles * (out_PMN.numel() // (m * n)), programs, tile.pieces
     )
-    layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    x, x_piece = (
-        TensorDescriptor.from_tensor(x_MK, [rows, PANEL.value], layout)
+    panel, bits = 128 // x_MK.itemsize, 8 * x_MK.itemsize
+    layout = gl.NVMMASharedLayout(128, bits, rank=2)
+    x_tile, x_piece = (
+        TensorDescriptor.from_tensor(x_MK, [rows, panel], layout)
         for rows in (tile.rows, tile.piece)
     )
     if gated:
-        w = TensorDescriptor(
+        w_tile = TensorDescriptor(
             weight.values,
             [n // 8, 2, 8, k],
             [8 * k, n * k, k, 1],
-            [width // 8, 2, 8, PANEL.value],
-            gl.NVMMASharedLayout(128, 16, rank=4),
+            [width // 8, 2, 8, panel],
+            gl.NVMMASharedLayout(128, bits, rank=4),
         )
     else:
-        w = TensorDescriptor.from_tensor(weight.values, [width, PANEL.value], layout)
+        w_tile = TensorDescriptor.from_tensor(weight.values, [width, panel], layout)
+    row_scales = None
+    if scales_GW is not None:
+        row_scales = TensorDescriptor.from_tensor(
+            scales_GW.view(-1), [max(tile.rows, ROW_UNIT)], gl.NVMMASharedLayout(0, 32, rank=1)
+        )
+    few = tile.rows * tile.columns <= tile.warps * 32 * 64
+    if scales_GW is not None:
+        few = tile.warps == 4
     _stream[(min(items, programs),)](
-        x,
+        x_tile,
         x_piece,
-        w,
+        row_scales,
+        w_tile,
+        weight.scales,
         bias_N,
         out_PMN,
         m,
         n,
+        0 if scales_GW is None else scales_GW.shape[1],
+        triton.cdiv(k, BLOCK),
         items,
         whole,
         m_tiles,
@@ -347,15 +337,16 @@ def multiply(
         tile.rows,
         tile.piece,
         tile.columns,
-        tile.depth // PANEL.value,
+        tile.depth // panel,
         tile.stages,
         fold,
         gated,
         bias_N is not None,
         tile.group,
         tile.warps,
-        num_warps=tile.warps,
+        tile.x_first,
+        num_warps=tile.warps if scales_GW is None else 4,
         # With few accumulators, leave registers to the small kernels that start during this one.
-        maxnreg=128 if tile.rows * tile.columns <= tile.warps * 32 * 64 else None,
+        maxnreg=128 if few else None,
         **PDL,
     )

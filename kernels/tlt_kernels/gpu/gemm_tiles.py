@@ -44,6 +44,7 @@ class Tile:
     group: int = 1  # tiles along M that run together on the same weights
     pieces: int = 1  # cuts along M of the tiles of a last round that does not fill the machine
     most: int = 4  # leaves that a program adds at most: it holds log2(most) + 1 sums in registers
+    x_first: bool = False  # x is the first operand of the tensor cores, not the weight
 
     def fold(self, leaves: int, parts: int) -> int:
         """Return the number of leaves that a program adds, for at least `parts` partial sums."""
@@ -96,6 +97,27 @@ _STREAM: dict[Kind, _Table] = {
         (_MANY, (Tile(256, 128, 64, 8, 4, group=4, pieces=4),)),
     ),
 }
+# Tiles of e4m3 operands: a warpgroup of four warps has 64 rows of the first operand.
+_FEW_SCALED: _Table = ((16, (Tile(16, 64, 128, 4, 20),)), (32, (Tile(32, 64, 128, 4, 16),)))
+_SCALED_64 = Tile(64, 64, 128, 4, 12, most=2)
+_SCALED_128 = Tile(128, 128, 128, 8, 6, most=2, x_first=True)
+_SCALED: dict[Kind, _Table] = dict.fromkeys(
+    Kind,
+    (
+        *_FEW_SCALED,
+        (64, (_SCALED_64,)),
+        (128, (replace(_SCALED_128, columns=64, stages=8),)),
+        (256, (replace(_SCALED_128, group=2),)),
+        (512, (replace(_SCALED_128, group=4),)),
+        (_MANY, (replace(_SCALED_128, group=8),)),
+    ),
+)
+_SCALED[Kind.GATED] = (
+    *_FEW_SCALED,
+    (64, (replace(_SCALED_64, pieces=2),)),
+    (128, (_SCALED_128,)),
+    (_MANY, (replace(_SCALED_128, group=4),)),
+)
 _PORTABLE = (
     (16, Tile(16, 64, 64, 4, 4)),
     (64, Tile(64, 64, 64, 4, 4)),
@@ -119,14 +141,22 @@ def kind_of_linear(n: int) -> Kind:
 
 
 def stream_tile(
-    kind: Kind, rows: int, columns: int, programs: int, leaves: int = 1, parts: int = 1
+    kind: Kind,
+    rows: int,
+    columns: int,
+    programs: int,
+    leaves: int = 1,
+    parts: int = 1,
+    *,
+    scaled: bool = False,
 ) -> Tile:
-    """Return the tile for a matmul with this many rows of the weight.
+    """Return the tile for a matmul with this many rows of the weight, which has scales or not.
 
     Tiles before the last of an entry read x less often, or are not cut. They are chosen if their
     last round leaves few programs idle; else the last one spreads better.
     """
-    *first, last = next(tiles for most, tiles in _STREAM[kind] if rows <= most)
+    table = (_SCALED if scaled else _STREAM)[kind]
+    *first, last = next(tiles for most, tiles in table if rows <= most)
     for tile in first:
         count = -(-columns // tile.columns) * (leaves // tile.fold(leaves, parts))
         if count >= FULL * programs * -(-count // programs):
