@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from tlt_server.bench.engines import release
 from tlt_server.bench.flags import JSON, add_flags, flag
@@ -42,8 +43,8 @@ VOCABULARY = {"cpu": 32_000}
 FLAGS = (
     flag("--device cpu|cuda", "what computes", "cpu"),
     flag("--layers COUNT", f"of {SHAPE}", 3),
-    flag("--requests COUNT", "answers of each model", 32),
-    flag("--tokens COUNT", "of an answer", 128),
+    flag("--requests COUNT", "answers of these layers, and a quarter of the demo target's", 16),
+    flag("--tokens COUNT", "of an answer", 64),
     flag("--quick", "the demo target alone, four short answers"),
     *JSON,
 )
@@ -87,11 +88,14 @@ def scored(settings: EngineSettings, answers: Answers) -> Logprobs:
 
 @torch.inference_mode()
 def by_transformers(model: Path, device: str, dtype: torch.dtype, answers: Answers) -> Logprobs:
+    """Return log-probs in this type, but logits in float32, as in the engine."""
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     loaded, found = loaded.to(device).eval(), []
+    head_VH = loaded.lm_head.weight.float()
     for each in answers:
         ids = torch.tensor([[*each.token_ids, *each.generated]], device=device)
-        logs_TV = loaded(ids).logits[0, len(each.token_ids) - 1 : -1].float().log_softmax(-1)
+        hidden_TH = loaded.model(ids).last_hidden_state[0, len(each.token_ids) - 1 : -1]
+        logs_TV = functional.linear(hidden_TH.float(), head_VH).log_softmax(-1)
         found.append(logs_TV.gather(-1, ids[0, len(each.token_ids) :, None])[:, 0].cpu().numpy())
     del loaded
     release()
@@ -137,7 +141,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_flags(parser, FLAGS)
     args = parser.parse_args(arguments)
-    count, length = (4, 24) if args.quick else (args.requests, args.tokens)
+    count, length = (1, 24) if args.quick else (args.requests, args.tokens)
     on_gpu, rows = args.device == "cuda", []
     base = EngineSettings(
         model=TARGET,
@@ -149,16 +153,14 @@ def main(arguments: Sequence[str]) -> None:
         kv_memory_mb=1024,
         max_model_len=1024,
     )
-    problems = problems_as_requests(TARGET, count, group=1, seed=0, max_tokens=length)
+    problems = problems_as_requests(TARGET, 4 * count, group=1, seed=0, max_tokens=length)
     rows += rows_of("demo", base, problems)
     if not args.quick:
         with TemporaryDirectory() as folder:
             write_random(Path(folder), args.layers, args.device)
-            name, prompts = (
-                f"{args.layers} layers of {SHAPE}",
-                random_requests(count, 64, length, seed=0),
-            )
-            rows += rows_of(name, replace(base, model=Path(folder)), prompts)
+            prompts = random_requests(count, 64, length, seed=0)
+            settings = replace(base, model=Path(folder))
+            rows += rows_of(f"{args.layers} layers of {SHAPE}", settings, prompts)
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     figures = {"bench": "quality", "quick": args.quick, "device": args.device, "rows": rows}

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.report`: write docs/performance.md, and the five figures of the README,
-from the goals and the files of benchmarks/results.
+"""`python -m benchmarks.report`: write docs/performance.md, the table of docs/fp8.md and the first
+figures of the README, from the goals and the files of benchmarks/results.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.comparison import goals_section, others_section
-from benchmarks.goals import Result, answer, comparable, goals, results
-from benchmarks.markdown import link
+from benchmarks.comparison import goals_section, others_section, suited
+from benchmarks.goals import Found, Result, answer, comparable, goals, results
+from benchmarks.markdown import RESULTS_FOLDER, lines, link
 from benchmarks.sections.table import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
+FP8_PAGE, IN_FP8 = ROOT / "docs" / "fp8.md", "FP8: "  # page; first word of its goals
 
 INTRODUCTION = """\
 # Performance
@@ -31,6 +32,7 @@ over two; `tlt bench NAME --help` describes one bench. `--json FILE` writes a fi
 below. A padded pair (`tlt bench pad`) has a large model's shapes and costs, but says what the
 shipped pair says, so acceptance is that of a trained drafter on its own, easy task."""
 
+FIGURES = re.compile(r"(?<=<!--figures-->\n).*?(?=<!--/figures-->)", re.DOTALL)
 BULLETS = re.compile(r"(?:^- \*\*.*\n)+", re.MULTILINE)
 NAMED_VERSIONS = ("torch", "triton", "cuda", "driver")  # the result's file has all
 
@@ -105,7 +107,32 @@ def bullets(found: Sequence[Result]) -> str:
         "batch 256.\n"
         f"- **{value('gap between tokens at the commit of pushed weights, ipc'):.0f} ms** between "
         f"two tokens while {pushed / 1e9:.1f} GB of pushed weights go live.\n"
+        + (
+            f"- **{fp8.value:.2f} ms** per plain step at batch 1 with [FP8 weights](docs/fp8.md), "
+            "with the same promises.\n"
+            if (fp8 := measured(f"{IN_FP8}plain decode, batch 1", found))
+            else ""
+        )
     )
+
+
+def measured(what: str, found: Sequence[Result]) -> Found | None:
+    """Return the figure of a goal, if there is such a goal and one."""
+    wanted = goals()
+    chosen = [goal for goal in wanted["goals"] if goal["what"] == what]
+    return answer(chosen[0], suited(chosen[0], found, wanted)) if chosen else None
+
+
+def with_table(page: str, found: Sequence[Result]) -> str:
+    """Return the page about FP8 with figures of both kinds of weights, where both are measured."""
+    rows = []
+    for goal in goals()["goals"]:
+        pair = [measured(what, found) for what in (goal["what"].removeprefix(IN_FP8), goal["what"])]
+        if goal["what"].startswith(IN_FP8) and all(pair):
+            links = [f"[{each.value:,.5g}]({RESULTS_FOLDER}/{each.name})" for each in pair if each]
+            rows.append([f"{goal['what'].removeprefix(IN_FP8)}, {goal['unit']}", *links])
+    text = lines(("", "bfloat16", "FP8"), rows) if rows else "Not measured yet."
+    return FIGURES.sub(lambda _: f"\n{text}\n\n", page)
 
 
 def with_figures(readme: str, found: Sequence[Result]) -> str:
@@ -117,7 +144,8 @@ def main() -> None:
     found = results(RESULTS)
     PAGE.write_text(page(found))
     README.write_text(with_figures(README.read_text(), found))
-    print(f"{PAGE.relative_to(ROOT)} and the figures of {README.name} written")
+    FP8_PAGE.write_text(with_table(FP8_PAGE.read_text(), found))
+    print(f"{PAGE.relative_to(ROOT)}, the figures of {README.name} and {FP8_PAGE.name} written")
 
 
 if __name__ == "__main__":

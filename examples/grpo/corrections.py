@@ -35,7 +35,7 @@ KINDS = (Kind("none", "ratio"), Kind("fp8", "none"), Kind("fp8", "truncated"), K
 
 def made(asked: argparse.Namespace, kind: Kind, seed: int) -> list[dict[str, Any]]:
     """Run the steps, or go on with them, and return their lines."""
-    own = argparse.Namespace(**{**vars(asked), **kind._asdict()}, resume=True, seed=seed)
+    own = argparse.Namespace(**{**vars(asked), **kind._asdict(), "resume": True, "seed": seed})
     own.out = asked.out / f"{kind.quantization}-{kind.correction}-{seed}"
     print(f"into {own.out}", flush=True)
     train(own)

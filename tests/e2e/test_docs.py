@@ -24,7 +24,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
 ADDRESS, GRPC_ADDRESS = "http://127.0.0.1:8000", "127.0.0.1:8001"
 COMMANDS = [
-    pytest.param(language, block, id=f"{page.stem}-{place}-{language}")
+    pytest.param(
+        language,
+        block,
+        "fp8_server" if page.stem == "fp8" else "server",
+        id=f"{page.stem}-{place}-{language}",
+    )
     for page in sorted(DOCS.glob("*.md"))
     for place, (language, text) in enumerate(
         re.findall(r"^```(python|bash)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -49,15 +54,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-@pytest.mark.parametrize(("language", "block"), COMMANDS)
+@pytest.fixture(scope="module")
+def fp8_server() -> Iterator[ServerProcess]:
+    """Serve as docs/fp8.md says."""
+    with ServerProcess(*PAIR, "--quantization", "fp8") as running:
+        yield running
+
+
+@pytest.mark.parametrize(("language", "block", "which"), COMMANDS)
 def test_every_documented_example_runs(
     language: str,
     block: str,
-    server: ServerProcess,
+    which: str,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    server: ServerProcess = request.getfixturevalue(which)
     text = block.replace(ADDRESS, server.url).replace(GRPC_ADDRESS, server.grpc_address)
     monkeypatch.chdir(tmp_path)
     if language == "python":

@@ -15,7 +15,16 @@ from benchmarks.goals import Result, answer, comparable, goals, results, rows_of
 from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import PLANS, figures
-from benchmarks.report import BULLETS, PAGE, README, RESULTS, page, with_figures
+from benchmarks.report import (
+    BULLETS,
+    FP8_PAGE,
+    PAGE,
+    README,
+    RESULTS,
+    page,
+    with_figures,
+    with_table,
+)
 from tlt_server.bench.clients import LoadRow, Sent
 from tlt_server.bench.clients import figures as load_figures
 from tlt_server.bench.rollout import RolloutRun
@@ -295,12 +304,31 @@ def goal(what: str) -> dict[str, Any]:
 
 def test_committed_performance_page_equals_the_generated_one() -> None:
     assert PAGE.read_text() == page(results(RESULTS)), "run: python -m benchmarks.report"
+    fp8 = FP8_PAGE.read_text()
+    assert fp8 == with_table(fp8, results(RESULTS)), "run: python -m benchmarks.report"
 
 
-def test_first_screen_has_five_committed_figures() -> None:
+def test_first_screen_has_the_committed_figures() -> None:
     readme = README.read_text()
     assert readme == with_figures(readme, results(RESULTS)), "run: python -m benchmarks.report"
-    assert len(BULLETS.findall(readme)) == 1 and readme.count("\n- **") == 5
+    assert len(BULLETS.findall(readme)) == 1 and readme.count("\n- **") in (5, 6)
+
+
+def test_fp8_runs_answer_goals_of_fp8_alone() -> None:
+    found = [
+        decode("decode.json", 3.8),
+        decode("decode-fp8.json", 2.5, quantization="fp8", command="tlt bench x"),
+        decode("decode-kv.json", 1.5, quantization="fp8", kv_cache_dtype="fp8_e4m3"),
+    ]
+    for each in found[1].figures["rows"]:
+        each["quantization"] = "fp8"
+    text = with_table("<!--figures-->\n<!--/figures-->", found)
+    assert (
+        "|plain decode, batch 1, ms per step|[3.8](../benchmarks/results/decode.json)|[2.5]("
+        in text
+    )
+    assert "/decode-fp8.json)|\n" in text and "kv" not in text
+    assert "Not measured" in with_table(text, found[:1]) and "1.5" not in text
 
 
 def test_the_plot_was_drawn_from_the_committed_figures() -> None:
