@@ -7,12 +7,12 @@ scale, because e4m3 rounds 464 to its largest number, 448. So quantising what `e
 gives the same values and scales. A trainer computes with `effective(quantise(w))` to train what the
 server samples from, and `effective_checksum` is what the server reports of its live weights.
 
-Legend: N outputs, K inputs, B = ceil(N / 128), C = ceil(K / 128).
+Legend: N outputs, K inputs, B = ceil(N / 128), C = ceil(K / 128); 1 is the inside of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"  # in names of tensors: X.weight and X.weight_scale_inv
 MAX_VALUE = 448.0  # the largest e4m3 number
 _LEAST, _NOTHING = 2.0**-100, 2.0**-110  # the smallest scale; magnitudes that it rounds to 0
-_ROWS = 16 * BLOCK  # rows at a time, which bounds the memory in float32
+_ELEMENTS = 2**23  # computed at a time, which bounds the memory in float32
 
 
 class QuantisedBlocks(NamedTuple):
@@ -56,16 +56,15 @@ def quantise(weight_NK: Tensor) -> QuantisedBlocks:
     """Quantise a matrix of finite numbers, on its device."""
     import torch
 
-    values = torch.empty(weight_NK.shape, dtype=torch.float8_e4m3fn, device=weight_NK.device)
-    scales = torch.empty(
-        scales_shape(weight_NK.shape), dtype=torch.float32, device=weight_NK.device
-    )
-    for at in range(0, len(weight_NK), _ROWS):
-        part = weight_NK[at : at + _ROWS].float()
-        scale = scale_of(_tops(part))
-        scales[at // BLOCK : at // BLOCK + len(scale)] = scale
-        scaled = part / _spread(scale, part.shape)
-        values[at : at + _ROWS] = scaled.clamp_(-MAX_VALUE, MAX_VALUE).to(values.dtype)
+    shape, device = weight_NK.shape, weight_NK.device
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(scales_shape(shape), dtype=torch.float32, device=device)
+    for rows, blocks in _parts(shape):
+        tile_B1C1 = _tiled(weight_NK[rows].float())
+        scale = scale_of(torch.linalg.vector_norm(tile_B1C1, torch.inf, dim=(1, 3)))
+        scales[blocks] = scale
+        scaled_B1C1 = (tile_B1C1 / scale[:, None, :, None]).clamp_(-MAX_VALUE, MAX_VALUE)
+        values[rows] = _flat(scaled_B1C1, values[rows].shape)
     return QuantisedBlocks(values, scales)
 
 
@@ -74,10 +73,10 @@ def effective(blocks: QuantisedBlocks) -> Tensor:
     import torch
 
     out = torch.empty(blocks.shape, dtype=torch.bfloat16, device=blocks.values_NK.device)
-    for at in range(0, len(out), _ROWS):
-        part = blocks.values_NK[at : at + _ROWS].float()
-        scale = blocks.scales_BC[at // BLOCK : at // BLOCK + scales_shape(part.shape)[0]]
-        out[at : at + _ROWS] = part.mul_(_spread(scale, part.shape))
+    for rows, part in _parts(blocks.shape):
+        tile_B1C1 = _tiled(blocks.values_NK[rows].float())
+        tile_B1C1.mul_(blocks.scales_BC[part][:, None, :, None])
+        out[rows] = _flat(tile_B1C1, out[rows].shape)
     return out
 
 
@@ -100,17 +99,23 @@ def scale_of(top: Tensor) -> Tensor:
     return torch.where(top <= _NOTHING, 1.0, scale)
 
 
-def _tops(part_NK: Tensor) -> Tensor:
-    """Return the largest magnitude of each block: [B, C]."""
+def _parts(shape: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of rows, which begin at whole blocks, and of their blocks."""
+    step = max(1, _ELEMENTS // max(1, shape[1]) // BLOCK)
+    for first in range(0, -(-shape[0] // BLOCK), step):
+        yield slice(first * BLOCK, (first + step) * BLOCK), slice(first, first + step)
+
+
+def _tiled(part_NK: Tensor) -> Tensor:
+    """Return the blocks of a matrix, filled up with zeros: [B, 128, C, 128]."""
     from torch.nn.functional import pad
 
     rows, columns = part_NK.shape
-    whole = pad(part_NK.abs(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
-    return blocks.amax(dim=(1, 3))
+    if rows % BLOCK or columns % BLOCK:
+        part_NK = pad(part_NK, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    return part_NK.reshape(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
 
 
-def _spread(scale_BC: Tensor, shape: torch.Size) -> Tensor:
-    """Return the scale of each element."""
-    wide = scale_BC.repeat_interleave(BLOCK, 0)[: shape[0]]
-    return wide.repeat_interleave(BLOCK, 1)[:, : shape[1]]
+def _flat(tile_B1C1: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the matrix of this shape that has these blocks."""
+    return tile_B1C1.flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
