@@ -231,6 +231,7 @@ def test_reads_give_effective_weights(root: Path, tmp_path: Path) -> None:
     new = load_file(root / "new" / SINGLE)
     engine.engine.send(ReadWeights("rows", MAP, 3))
     report = engine.report("rows")
+    assert report.state.quantization == "fp8"
     rows = torch.frombuffer(bytearray(report.values), dtype=torch.float32).view(report.shape)
     wanted = in_halves(new)
     values, scales = wanted[MAP], wanted[MAP + SCALE_SUFFIX]

@@ -53,6 +53,8 @@ def test_manifest_reaches_the_engine_and_the_reply_its_outcome(
     )
     assert client.weights() == {
         "target": "v1",
+        "quantization": "none",
+        "drafter_quantization": "none",
         "drafter": "",
         "previous": {"target": "v0"},
         "open": {},

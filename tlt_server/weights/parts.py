@@ -104,6 +104,10 @@ class _Served:
 class Target(_Served):
     network: TargetNetwork
 
+    @property
+    def quantization(self) -> QuantizationName:
+        return "fp8" if self.network.config.quantization is not None else "none"
+
     @classmethod
     def loaded(cls, version: str, network: TargetNetwork, directory: Path | None) -> Self:
         """`directory`: the source of the weights; None for random weights."""

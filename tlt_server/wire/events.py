@@ -137,6 +137,11 @@ class WeightState(Struct, frozen=True, kw_only=True):
     """The live versions, the versions for a rollback, and a push in progress."""
 
     target: Annotated[str, "the version that is live"]
+    quantization: Annotated[
+        QuantizationName,
+        "how the target's linear maps are kept: none; fp8: checksums and values that are read are "
+        "of effective weights, as tlt_client.quantise computes them",
+    ] = "none"
     drafter: Annotated[str, "the drafter's; empty where there is none to push"] = ""
     drafter_quantization: Annotated[QuantizationName, DRAFTER_QUANTIZATION] = "none"
     previous: Annotated[dict[str, str], "role -> version before, which a rollback can restore"] = {}

@@ -708,7 +708,7 @@ class PushReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ..., lagging: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WeightState(_message.Message):
-    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update", "adapters", "drafter_quantization")
+    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update", "adapters", "drafter_quantization", "quantization")
     class PreviousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -749,6 +749,7 @@ class WeightState(_message.Message):
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     target: str
     drafter: str
     previous: _containers.ScalarMap[str, str]
@@ -761,7 +762,8 @@ class WeightState(_message.Message):
     update: UpdateStatus
     adapters: _containers.ScalarMap[str, str]
     drafter_quantization: str
-    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ..., update: _Optional[_Union[UpdateStatus, _Mapping]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., drafter_quantization: _Optional[str] = ...) -> None: ...
+    quantization: str
+    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ..., update: _Optional[_Union[UpdateStatus, _Mapping]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., drafter_quantization: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class UpdateStatus(_message.Message):
     __slots__ = ("selector", "pushes", "age_s", "ends_in_s")

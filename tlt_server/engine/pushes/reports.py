@@ -55,6 +55,7 @@ class WeightReports:
         options = self._transaction.options
         return WeightState(
             target=versions.live.target.version,
+            quantization=versions.live.target.quantization,
             drafter=versions.live.drafter_version,
             drafter_quantization=versions.live.drafter_quantization,
             previous={role: part.version for role, part in versions.previous.by_role.items()},
