@@ -57,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def fp8_server() -> Iterator[ServerProcess]:
     """Serve as docs/fp8.md says."""
-    with ServerProcess(*PAIR, "--quantization", "fp8") as running:
+    with ServerProcess(*PAIR, "--quantization", "fp8", "--weight-channels", "ipc") as running:
         yield running
 
 
