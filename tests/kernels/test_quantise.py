@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 import torch
 
-from tests.kernels.triton_tests import DEVICE, gpu
+from tests.kernels.triton_tests import DEVICE, assert_same_rows, gpu
 from tlt_client.channels.checksums import mix64
 from tlt_client.quantise import QuantisedBlocks, effective, effective_checksum, quantise, scale_of
 from tlt_kernels.cpu.elementwise import in_e4m3
-from tlt_kernels.gpu.quantise import Matrix, quantise_rows
+from tlt_kernels.gpu.quantise import Matrix, Quantised, quantise_rows
 
 E4M3 = torch.float8_e4m3fn
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8)
@@ -100,6 +100,15 @@ def test_rows_have_scales_of_their_own(dtype: torch.dtype) -> None:
             own = found.values_MK[m, g * 128 : (g + 1) * 128].cpu()
             assert torch.equal(own.view(torch.uint8), twin.values_NK[0].view(torch.uint8))
             assert found.scales_GW[g, m].item() == twin.scales_BC.item()
+
+
+def test_rows_of_a_large_step_are_those_of_a_small_one() -> None:
+    x = drawn(70, 640).to(DEVICE)
+    many = quantise_rows(x)
+    for first in (0, 64):
+        few = quantise_rows(x[first : first + 6].contiguous())
+        rows = slice(first, first + 6)
+        assert_same_rows(few, Quantised(many.values_MK[rows], many.scales_GW[:, rows]))
 
 
 def test_every_e4m3_number_survives_in_a_row() -> None:

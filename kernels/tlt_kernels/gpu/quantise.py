@@ -23,6 +23,7 @@ from tlt_kernels.gpu.target import INTERPRETED, PDL, pdl_launch, pdl_wait
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 ROW_UNIT = 32  # rows of scales that a copy takes at least: 128 bytes
+MANY_ROWS = 64  # with more there are enough programs without small ones
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -131,15 +132,16 @@ def put_heads(
 
 
 @triton.jit
-def _quantise(x_MK, values_MK, scales_GW, K, W):
+def _quantise(x_MK, values_MK, scales_GW, K, W, BLOCKS: tl.constexpr):
     pdl_launch()
-    m, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = m * K + g * _BLOCK + tl.arange(0, _BLOCK)
+    m, g_B = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    k_B128 = g_B[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    at = m.to(tl.int64) * K
     pdl_wait()
-    x = tl.load(x_MK + at).to(tl.float32)
-    scale = scale_of(tl.max(tl.abs(x), axis=0))
-    tl.store(values_MK + at, scaled(x, scale))
-    tl.store(scales_GW + g * W + m, scale)
+    x_B128 = tl.load(x_MK + at + k_B128, mask=k_B128 < K, other=0.0)
+    value_B128, scale_B = quantised(x_B128, x_MK, BLOCKS)
+    tl.store(values_MK + at + k_B128, value_B128, mask=k_B128 < K)
+    tl.store(scales_GW + g_B * W + m, scale_B, mask=g_B < K // _BLOCK)
 
 
 def empty_rows(rows: int, inputs: int, device: torch.device) -> Quantised:
@@ -158,7 +160,9 @@ def quantise_rows(x_MK: Tensor) -> Quantised:
     out = empty_rows(rows, inputs, x_MK.device)
     assert x_MK.is_contiguous()
     if rows:
-        _quantise[(rows, inputs // BLOCK)](
-            x_MK, *out, inputs, out.scales_GW.shape[1], num_warps=1, **PDL
+        warps = 4 if rows > MANY_ROWS else 1
+        blocks = 4 * warps  # a thread has 16 values
+        _quantise[(rows, triton.cdiv(inputs, blocks * BLOCK))](
+            x_MK, *out, inputs, out.scales_GW.shape[1], blocks, num_warps=warps, **PDL
         )
     return out
