@@ -86,6 +86,7 @@ def rope_store(
     heads: int,
     q_weight_D: Tensor | None = None,
     k_weight_D: Tensor | None = None,
+    scale_2KS: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
     kv_heads, width = k_SKD.shape[1:]
@@ -95,9 +96,24 @@ def rope_store(
     if k_weight_D is not None:
         k = rms_norm(k, k_weight_D, eps)
     cos, sin = cos_PD2[position_R], sin_PD2[position_R]
-    k_SKD[kv_slot_R] = rotate(k, cos, sin)
-    v_SKD[kv_slot_R] = v
+    for i, (cache_SKD, x_RKD) in enumerate([(k_SKD, rotate(k, cos, sin)), (v_SKD, v)]):
+        if scale_2KS is not None:
+            x_RKD, scale_RK = quantise_heads(x_RKD.to(qkv_RX.dtype))
+            scale_2KS[i, :, kv_slot_R] = scale_RK.T.to(scale_2KS.dtype)
+        cache_SKD[kv_slot_R] = x_RKD.to(cache_SKD.dtype)
     return rotate(q, cos, sin)
+
+
+def quantise_heads(x_RKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3 numbers and a scale per head, the smallest power of two s with max |x| / s <= 464
+    that is at least 2^-100; 1 where every number would be 0.
+    """
+    top_RK = x_RKD.double().abs().amax(-1)
+    mantissa_RK, exponent_RK = torch.frexp(top_RK)  # a mantissa from 1/2 to 1
+    scale_RK = torch.exp2(exponent_RK - 9.0 + (mantissa_RK > 464 / 512))
+    scale_RK = torch.where(top_RK <= 2.0**-110, 1.0, scale_RK.clamp_min(2.0**-100))
+    scaled_RKD = (x_RKD.double() / scale_RK[:, :, None]).clamp(-448.0, 448.0)
+    return scaled_RKD.to(torch.float8_e4m3fn), scale_RK
 
 
 def silu_mul(gate_up_RX: Tensor) -> Tensor:
@@ -147,6 +163,7 @@ def attend_rows(
     scale: float,
     *,
     double: bool = False,
+    scale_2KS: Tensor | None = None,
 ) -> Tensor:
     rows, heads, _ = q_RND.shape
     group = heads // k_SKD.shape[1]
@@ -156,8 +173,11 @@ def attend_rows(
         kv_slots = keys.kv_slots(r, first)
         if not len(kv_slots):
             continue
-        k = k_SKD[kv_slots].to(dtype).repeat_interleave(group, dim=1)
-        v = v_SKD[kv_slots].to(dtype).repeat_interleave(group, dim=1)
+        k, v = k_SKD[kv_slots].to(dtype), v_SKD[kv_slots].to(dtype)
+        if scale_2KS is not None:
+            k_scale, v_scale = scale_2KS[:, :, kv_slots].to(dtype).transpose(1, 2)
+            k, v = k * k_scale[:, :, None], v * v_scale[:, :, None]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         weight = torch.softmax(torch.einsum("nd,tnd->nt", q_RND[r].to(dtype), k) * scale, dim=-1)
         out_RND[r] = torch.einsum("nt,tnd->nd", weight, v)
     return out_RND

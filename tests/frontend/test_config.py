@@ -112,6 +112,10 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
         ),
         ({"drafter_training_percent": "0"}, "it must be from 1 to 100 (%)"),
         ({"drafter_training": "sometimes"}, "'off', 'idle', 'device' or 'share'"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "kv_cache_dtype is 'fp8' (--kv-cache-dtype); it must be 'auto' or 'fp8_e4m3'",
+        ),
         ({"device": "gpu"}, "device is 'gpu' (--device); it must be 'auto', 'cpu' or 'cuda'"),
         ({"graphs": "maybe"}, "graphs is 'maybe' (--graphs); it must be true or false"),
         (

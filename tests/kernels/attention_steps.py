@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tests.kernels.triton_tests import DEVICE
 
@@ -32,6 +33,7 @@ class Step:
     rows: PagedRows
     context: int
     rows_of: list[list[int]]
+    scale_2KS: Tensor | None = None  # with keys and values in e4m3
 
     def only(self, chosen: list[int]) -> Step:
         rows = self.rows
@@ -78,6 +80,7 @@ class Step:
             first=first,
             scale=self.q_RND.shape[-1] ** -0.5,
             strict=strict,
+            scale_2KS=self.scale_2KS,
         )
         assert not plan.counter_RK.any(), "counters were not left at zero"
         return out_RND
@@ -99,7 +102,27 @@ class Step:
             first,
             self.q_RND.shape[-1] ** -0.5,
             double=True,
+            scale_2KS=self.scale_2KS,
         )
+
+    def in_e4m3(self) -> Step:
+        """Return the step over keys and values in e4m3. Unread slots have NaN as their scales."""
+        k_SKD, v_SKD, scale_2KS = self.k_SKD, self.v_SKD, []
+        both = [reference.quantise_heads(cache) for cache in (k_SKD, v_SKD)]
+        for cache, (_, scale_SK) in zip((k_SKD, v_SKD), both, strict=True):
+            scale_SK[cache.isnan().any(-1)] = float("nan")
+            scale_2KS.append(scale_SK.T.float())
+        (k_SKD, _), (v_SKD, _) = both
+        return replace(self, k_SKD=k_SKD, v_SKD=v_SKD, scale_2KS=torch.stack(scale_2KS))
+
+    def of_products(self) -> Step:
+        """Return the step over the e4m3 numbers times their scales, in the type of q."""
+        assert self.scale_2KS is not None
+        k_SKD, v_SKD = (
+            (cache.float() * scale_KS.T[:, :, None]).to(self.q_RND.dtype)
+            for cache, scale_KS in zip((self.k_SKD, self.v_SKD), self.scale_2KS, strict=True)
+        )
+        return replace(self, k_SKD=k_SKD, v_SKD=v_SKD, scale_2KS=None)
 
 
 def a_step(
@@ -192,15 +215,13 @@ def committed(step: Step, row: int) -> Step:
     table_QP = rows.page_table_QP.clone()
     spare = (len(step.k_SKD) + PAGE - 1) // PAGE
     count = -(-(last + 1) // PAGE)
+    more = (spare + count) * PAGE - len(step.k_SKD)
+    kind, unread, scale_2KS = step.k_SKD.dtype, float("nan"), step.scale_2KS
+    if scale_2KS is not None:
+        kind, unread = torch.uint8, 0
+        scale_2KS = pad(scale_2KS, (0, more), value=float("nan"))
     k_SKD, v_SKD = (
-        torch.cat(
-            [
-                cache,
-                torch.full_like(cache[:1], float("nan")).expand(
-                    (spare + count) * PAGE - len(cache), -1, -1
-                ),
-            ]
-        )
+        pad(cache.view(kind), (0, 0, 0, 0, 0, more), value=unread)
         for cache in (step.k_SKD, step.v_SKD)
     )
     for page in range(count):
@@ -209,12 +230,15 @@ def committed(step: Step, row: int) -> Step:
     for p in range(base, last + 1):
         to = int(table_QP[batch_slot, p // PAGE]) * PAGE + p % PAGE
         source = int(rows.path_RD[row, p - base])
-        k_SKD[to], v_SKD[to] = step.k_SKD[source], step.v_SKD[source]
+        k_SKD[to], v_SKD[to] = k_SKD[source], v_SKD[source]
+        if scale_2KS is not None:
+            scale_2KS[..., to] = scale_2KS[..., source]
     alone = step.only([row])
     return replace(
         alone,
-        k_SKD=k_SKD,
-        v_SKD=v_SKD,
+        k_SKD=k_SKD.view(step.k_SKD.dtype),
+        v_SKD=v_SKD.view(step.v_SKD.dtype),
+        scale_2KS=scale_2KS,
         rows=alone.rows._replace(
             base_R=torch.full_like(alone.rows.base_R, last + 1), page_table_QP=table_QP
         ),

@@ -138,6 +138,12 @@ def test_attention_that_waits_for_the_device_is_not_captured() -> None:
             "use auto, triton, torch or flash_attn",
         ),
         ({"device": "tpu"}, CARD, "device is 'tpu'; it must be auto, cpu or cuda"),
+        (
+            {"device": "cuda", "attention": "flash_attn", "kv_cache_dtype": "fp8_e4m3"},
+            CARD,
+            "kv_cache_dtype is fp8_e4m3 and attention is flash_attn, which reads no scales; use "
+            "attention triton, or kv_cache_dtype auto",
+        ),
     ],
 )
 def test_unavailable_device_settings_are_refused(

@@ -114,6 +114,11 @@ def test_memory_needs_follow_the_models_shapes() -> None:
     assert needs(given).weights == WEIGHTS and needs(given).per_page == 16 * 2 * 28 * 4 * 128 * 2
     assert needs(settings(dtype="float32")).per_page == 2 * needs(given).per_page
     assert needs(given, Drafter()).per_page - needs(given).per_page == 2 * (16 * 2 * 4 * 128 + 3584)
+    rounded = settings(kv_cache_dtype="fp8_e4m3")
+    assert needs(rounded).per_page == 16 * 2 * 28 * 4 * (128 + 4)
+    assert needs(rounded, Drafter()).per_page - needs(rounded).per_page == (
+        needs(given, Drafter()).per_page - needs(given).per_page
+    )
 
 
 def test_a_drafters_logits_are_counted() -> None:

@@ -144,7 +144,9 @@ class FlashPlanned:
         *,
         first: int = 0,
         quantised: bool = False,
+        scale_2KS: Tensor | None = None,
     ) -> Tensor:
+        assert scale_2KS is None, "see `devices.choice`"
         out_RND = torch.empty_like(q_RND)
         if self._planned is not None:
             found = self._planned(q_RND[: self._others], k_SKD, v_SKD, first=first)

@@ -39,8 +39,11 @@ class Planned(Protocol):
         *,
         first: int = 0,
         quantised: bool = False,
+        scale_2KS: Tensor | None = None,
     ) -> Tensor | Quantised:
-        """`quantised`: a matmul in FP8 reads the result, which may be quantised."""
+        """`quantised`: a matmul in FP8 reads the result, which may be quantised. `scale_2KS`: of
+        keys and values in e4m3.
+        """
 
 
 class GpuAttention(Protocol):
@@ -133,6 +136,7 @@ class TritonPlanned:
         *,
         first: int = 0,
         quantised: bool = False,
+        scale_2KS: Tensor | None = None,
     ) -> Tensor | Quantised:
         assert self._rows is not None
         return kernels.attend(
@@ -145,6 +149,7 @@ class TritonPlanned:
             scale=self._scale,
             strict=self._strict,
             quantised=quantised,
+            scale_2KS=scale_2KS,
         )
 
 
@@ -194,6 +199,9 @@ class TorchPlanned:
         *,
         first: int = 0,
         quantised: bool = False,
+        scale_2KS: Tensor | None = None,
     ) -> Tensor:
         assert self._keys is not None
-        return reference.attend_rows(q_RND, k_SKD, v_SKD, self._keys, first, self._scale)
+        return reference.attend_rows(
+            q_RND, k_SKD, v_SKD, self._keys, first, self._scale, scale_2KS=scale_2KS
+        )

@@ -10,7 +10,7 @@ Legend: R rows, B requests, P pages per request, D longest draft path, H hidden,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,9 +43,10 @@ class Rows:
 
 
 class SavedPages(NamedTuple):
-    k: Tensor  # [layers, slots, KV heads, head width]
+    k: Tensor  # [layers, slots, KV heads, head width], bytes
     v: Tensor
     features_SF: Tensor
+    scale: Tensor | None  # [layers, 2, KV heads, slots]
 
 
 class States(NamedTuple):
@@ -59,7 +60,9 @@ class KVCache:
     """Flat paged KV of all layers: slot s of layer l is `k[l, s]`; page i owns slots [i *
     page_size, (i + 1) * page_size).
 
-    The last `scratch` slots belong to no page; draft rows live there for one step.
+    The last `scratch` slots belong to no page; draft rows live there for one step. Keys and values
+    in e4m3 have a scale per slot and head, a power of two: `scale[l, 0]` for keys, `scale[l, 1]`
+    for values.
     """
 
     def __init__(
@@ -75,21 +78,30 @@ class KVCache:
         device: str = "cpu",
         features: int = 0,
         hidden: int = 0,
+        quantised: bool = False,
+        rounds: bool = False,
     ) -> None:
-        """`hidden`: width of the last hidden states, if they are kept for a trainer."""
+        """`hidden`: width of the last hidden states, if they are kept for a trainer. `quantised`:
+        keys and values are e4m3. `rounds`: they have the values that they would have then.
+        """
         self.pages, self.page_size, self.scratch = pages, page_size, scratch
         self.scratch_start = pages * page_size
         kv_slots = self.scratch_start + scratch
-        self.k = _zeros(layers, kv_slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self.v = _zeros(layers, kv_slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.rounds = rounds
+        kept = torch.float8_e4m3fn if quantised else dtype
+        self.k = _zeros(layers, kv_slots, kv_heads, head_dim, dtype=kept, device=device)
+        self.v = _zeros(layers, kv_slots, kv_heads, head_dim, dtype=kept, device=device)
+        self.scale = (
+            torch.zeros(layers, 2, kv_heads, kv_slots, device=device) if quantised else None
+        )
         self.features_SF = _zeros(
             kv_slots, features, dtype=dtype, device=device
         )  # the target's hidden states that a drafter reads
         # The target's last hidden states, after the final norm.
         self.hidden_SH = _zeros(kv_slots, hidden, dtype=dtype, device=device)
-        self._backings = [
-            Backing(array) for array in (self.k, self.v, self.features_SF, self.hidden_SH)
-        ]
+        self._arrays = [self.k, self.v, self.features_SF, self.hidden_SH]
+        self._arrays += [] if self.scale is None else [self.scale]
+        self._backings = [Backing(array) for array in self._arrays]
         # Called for pages that will hold other tokens, by those who keep values under our page ids.
         self.on_reuse: list[Callable[[Iterable[int]], None]] = []
 
@@ -124,14 +136,10 @@ class KVCache:
         """
         kv_slots_S = self._kv_slots(pages)
         return SavedPages(
-            *(
-                array.cpu()
-                for array in (
-                    self.k[:, kv_slots_S],
-                    self.v[:, kv_slots_S],
-                    self.features_SF[kv_slots_S],
-                )
-            )
+            _bytes(self.k)[:, kv_slots_S].cpu(),
+            _bytes(self.v)[:, kv_slots_S].cpu(),
+            self.features_SF[kv_slots_S].cpu(),
+            None if self.scale is None else self.scale[..., kv_slots_S].cpu(),
         )
 
     def gather(self, pages: list[int], count: int) -> States:
@@ -141,10 +149,16 @@ class KVCache:
 
     def restore(self, saved: SavedPages, pages: list[int]) -> None:
         """Write a copy into other pages; there may be more pages than were saved."""
-        kv_slots_S = self._kv_slots(pages)[: saved.k.shape[1]]
-        self.k[:, kv_slots_S], self.v[:, kv_slots_S], self.features_SF[kv_slots_S] = (
-            array.to(self.k.device) for array in saved
-        )
+        kv_slots_S, device = self._kv_slots(pages)[: saved.k.shape[1]], self.k.device
+        _bytes(self.k)[:, kv_slots_S] = saved.k.to(device)
+        _bytes(self.v)[:, kv_slots_S] = saved.v.to(device)
+        self.features_SF[kv_slots_S] = saved.features_SF.to(device)
+        if self.scale is not None and saved.scale is not None:
+            self.scale[..., kv_slots_S] = saved.scale.to(device)
+
+    def scales(self) -> Sequence[Tensor | None]:
+        """Return the scales [2, KV heads, slots] of each layer; None without e4m3."""
+        return [None] * len(self.k) if self.scale is None else self.scale.unbind(0)
 
     def _kv_slots(self, pages: list[int]) -> Tensor:
         first_P1 = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
@@ -152,9 +166,11 @@ class KVCache:
 
     @property
     def bytes_per_kv_slot(self) -> int:
-        per_layer = 2 * self.k.shape[2] * self.k.shape[3]
-        states = self.features_SF.shape[1] + self.hidden_SH.shape[1]
-        return (self.k.shape[0] * per_layer + states) * self.k.element_size()
+        return sum(array.nbytes for array in self._arrays) // self.k.shape[1]
+
+
+def _bytes(array: Tensor) -> Tensor:
+    return array.view(torch.uint8)
 
 
 def _zeros(*shape: int, dtype: torch.dtype, device: str) -> Tensor:

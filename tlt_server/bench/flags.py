@@ -180,7 +180,14 @@ NUMERICS = flag(
     "how matmuls add; exact then reports the rate of differing tokens",
     "strict",
 )
-STORED = (flag("--quantization none|fp8", "of the target's weights [default the checkpoint's]"),)
+STORED = (
+    flag("--quantization none|fp8", "of the target's weights [default the checkpoint's]"),
+    flag(
+        "--kv-cache-dtype fp8_e4m3",
+        "type of the target's KV [default that of its weights]",
+        choices=["fp8_e4m3"],
+    ),
+)
 DRAFTER_FORM = flag(
     "--drafter-quantization none|fp8", "how the drafter's matrices are kept [default none]"
 )

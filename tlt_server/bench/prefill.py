@@ -151,9 +151,7 @@ class Step:
         self.model.forward(self.tensors, self.cache, planned)
 
     def theirs(self) -> None:
-        def attend(
-            q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0, quantised: bool = False
-        ) -> Tensor:
+        def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, **_: object) -> Tensor:
             q = q_RND.view(self.prompts, self.length, *q_RND.shape[1:]).transpose(1, 2)
             out = functional.scaled_dot_product_attention(
                 q, self.keys, self.values, is_causal=True, enable_gqa=True

@@ -55,6 +55,10 @@ class EngineSettings(SharedSettings):
         return (*found, PEER) if found and linked else found  # a fleet without pushes needs none
 
     @property
+    def quantises_kv(self) -> bool:
+        return self.kv_cache_dtype is not None
+
+    @property
     def records(self) -> bool:
         return self.sample_ring is not None
 
@@ -105,6 +109,12 @@ class DecidedSettings(EngineSettings):
     threads: int
     max_running: int
     max_rows: int
+
+    @property
+    def types(self) -> str:
+        """Return the type of weights and KV, for the fingerprint."""
+        kv = f", KV {self.kv_cache_dtype}" if self.kv_cache_dtype else ""
+        return f"{self.dtype}{kv}"
 
     @property
     def rank_threads(self) -> int:

@@ -150,7 +150,7 @@ class Decoder:
                 inputs[index] = residual_RH.clone()
             own = adapted[index] if adapted is not None else None
             attended_RH = layer.self_attention(
-                normed_RH, keys[index], values[index], rows, adapted=own
+                normed_RH, keys[index], values[index], rows, adapted=own, rounds=cache.rounds
             )
             normed_RH = add_rms_norm(attended_RH, residual_RH, layer.post_attention_norm_H, eps)
             next_norm_H = (
@@ -174,9 +174,15 @@ class Decoder:
         return self.split.exchange.join(own_RV, self._widths, check)
 
     def make_cache(
-        self, pages: int, page_size: int, scratch: int, *, hidden: bool = False
+        self,
+        pages: int,
+        page_size: int,
+        scratch: int,
+        *,
+        hidden: bool = False,
+        rounds: bool = False,
     ) -> KVCache:
-        """`hidden`: also keep the last hidden state of every slot."""
+        """`hidden`: also keep the last hidden state of every slot. `rounds`: KV to e4m3."""
         assert page_size == self.page_size, (
             f"built for pages of {self.page_size}, asked for {page_size}"
         )
@@ -189,6 +195,7 @@ class Decoder:
             head_dim=self.head_dim,
             features=self.feature_width,
             hidden=self.hidden_size if hidden else 0,
+            rounds=rounds,
         )
 
     def parameters(self) -> Mapping[str, Stored]:

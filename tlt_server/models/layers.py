@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlt_client.quantise import MAX_VALUE, scale_of
 from tlt_kernels.cpu import elementwise
 from tlt_server.attention import Attention
 from tlt_server.attention.rows import Rows
@@ -147,10 +148,16 @@ class SelfAttention:
         rows: Rows,
         first: int = 0,
         adapted: AdaptedLayer | None = None,
+        rounds: bool = False,
     ) -> Tensor:
-        """Write the rows' keys and values, then attend over positions [first, own]: [R, H]."""
+        """Write the rows' keys and values, which `rounds` rounds to e4m3, then attend over
+        positions [first, own]: [R, H].
+        """
         qkv_RX = self.qkv(x_RH, adapted and adapted.qkv)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
+        if rounds:
+            for cache_SKD in (k_SKD, v_SKD):
+                cache_SKD[rows.kv_slot_R] = rounded_heads(cache_SKD[rows.kv_slot_R])
         out_RND = self.attention.attend(q_RND, k_SKD, v_SKD, rows, first)
         return self.output(out_RND.view(len(rows), self.query_width), adapted and adapted.output)
 
@@ -174,6 +181,13 @@ class SelfAttention:
             k_weight_D=self.k_weight_D,
             eps=self.norm_eps,
         )
+
+
+def rounded_heads(x_RKD: Tensor) -> Tensor:
+    """Return the values in e4m3, each head with its own scale, as a GPU's KV has them."""
+    scale_RK1 = scale_of(x_RKD.abs().amax(-1, keepdim=True))
+    number_RKD = (x_RKD / scale_RK1).clamp_(-MAX_VALUE, MAX_VALUE).to(torch.float8_e4m3fn)
+    return number_RKD.float() * scale_RK1
 
 
 class GatedMlp:

@@ -22,6 +22,7 @@ PolicyName = Literal["off", "fixed", "beg", "goodput"]
 ExchangeName = Literal["auto", "nvlink", "nccl"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "fp8"]
+KvDtypeName = Literal["fp8_e4m3"]
 StagingName = Literal["device", "host", "disk", "none"]
 DrafterParallel = Literal["auto", "shared", "replicated"]
 SPLITS = (1, 2, 4, 8)  # numbers of ranks, and of leaves
@@ -70,6 +71,9 @@ class SharedSettings:
     """Form in which the target's linear maps are kept: none, as dtype says, or fp8, with a scale
     per block of 128 x 128, into which other checkpoints are quantised as they load; auto is the
     checkpoint's."""
+    kv_cache_dtype: Annotated[KvDtypeName | None, Doc("type", auto=True)] = None
+    """Type of the target's KV: auto is dtype; fp8_e4m3 rounds it to half the bytes, with a scale
+    per token and head. Tokens depend on it."""
     attention: Annotated[str | None, Doc("backend", auto=True)] = None
     """Attention backend: cpu or torch on a CPU, triton, torch or flash_attn on a GPU; auto is the
     first."""

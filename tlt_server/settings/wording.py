@@ -57,7 +57,10 @@ def bad_value(setting: Setting, errors: Sequence[ErrorDetails], source: str) -> 
         )
     must = requirement(errors)
     if doc.auto:
-        must = must.replace("be '", "be 'auto', '", 1) if "be '" in must else f"{must} or 'auto'"
+        more = ", " if " or " in must else " or "
+        must = (
+            must.replace("be '", f"be 'auto'{more}'", 1) if "be '" in must else f"{must} or 'auto'"
+        )
     if doc.low is not None and doc.high is not None:
         must = "be" if error["type"] == "value_error" else f"{must},"
         must += f" from {plain(doc.low)} to {plain(doc.high)}"

@@ -20,7 +20,7 @@ LIBRARIES = ("torch", "triton", "numba", "llvmlite")  # they compute, or compile
 
 class Fingerprint(Struct, frozen=True):
     leaves: Annotated[int, "slices of each long sum, added as a fixed tree"]
-    dtype: Annotated[str, "of weights and KV"]
+    dtype: Annotated[str, "of weights and KV, each if they differ"]
     architecture: Annotated[str, "of the processor"]
     numerics: Annotated[str, "the mode, the kernels' version and the library"]
     attention: Annotated[str, "the backend that computes it"] = ""

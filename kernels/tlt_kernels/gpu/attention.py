@@ -33,6 +33,7 @@ from tlt_kernels.gpu.attention_algebra import (
     row_kv_slots,
     starts_split,
 )
+from tlt_kernels.gpu.attention_keys import load_heads, scales_of, stored
 from tlt_kernels.gpu.attention_plan import FIELDS, AttentionPlan, PagedRows, allocate, tile_of
 from tlt_kernels.gpu.attention_planner import fill_plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
@@ -99,7 +100,7 @@ def _fold_states(
     return sum_M1, acc_MD
 
 
-@triton.jit(do_not_specialize=["pages", "depth"])
+@triton.jit(do_not_specialize=["pages", "depth", "kv_slots"])
 def _attend_rows(
     q,
     k_cache,
@@ -115,9 +116,12 @@ def _attend_rows(
     state_acc,
     scales_GW,
     W,
+    k_scales,
+    v_scales,
     scale,
     pages,
     depth,
+    kv_slots,
     FIRST: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -161,6 +165,10 @@ def _attend_rows(
             page_table + batch_slot * pages,
             path + row * depth,
         )
+        k_scale, v_scale = (
+            scales_of(k_scales, head * kv_slots),
+            scales_of(v_scales, head * kv_slots),
+        )
         kv_slot_T = row_kv_slots(table, own, base, begin, end, FIRST, PAGE)
         if not TILES:
             pdl_wait()
@@ -176,9 +184,8 @@ def _attend_rows(
                 top_M, sum_ML, acc_MD = nothing(M, D)
             p_T = start + t_T
             visible_T = (p_T >= FIRST) & (p_T < end)
-            key_TD = kv_slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
-            k_TD = tl.load(k_head + key_TD, visible_T[:, None], other=0.0)
-            v_TD = tl.load(v_head + key_TD, visible_T[:, None], other=0.0)
+            k_TD = load_heads(k_head, k_scale, kv_slot_T, visible_T, KV_HEADS, D, q_MD.dtype)
+            v_TD = load_heads(v_head, v_scale, kv_slot_T, visible_T, KV_HEADS, D, q_MD.dtype)
             kv_slot_T = row_kv_slots(table, own, base, start + BLOCK, end, FIRST, PAGE)
             top_M, sum_ML, acc_MD = extend(
                 q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale
@@ -245,10 +252,11 @@ def attend(
     scale: float,
     strict: bool = True,
     quantised: bool = False,
+    scale_2KS: Tensor | None = None,
 ) -> Tensor | Quantised:
     """Return [R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]. A
     row without keys gives 0; a dead row gives anything. `quantised`: return these rows in FP8, if
-    the heads of one KV head have whole blocks.
+    the heads of one KV head have whole blocks. `scale_2KS`: scales of keys and of values in e4m3.
 
     Without `strict`, tiles keep no order of splits, so a row's bits depend on its batch.
     """
@@ -257,7 +265,18 @@ def attend(
     out: Tensor | Quantised = torch.empty_like(q_RND)
     if quantised and fits:
         out = empty_rows(count, heads * width, q_RND.device)
-    attend_into(out, q_RND, k_SKD, v_SKD, rows, plan, first=first, scale=scale, strict=strict)
+    attend_into(
+        out,
+        q_RND,
+        k_SKD,
+        v_SKD,
+        rows,
+        plan,
+        first=first,
+        scale=scale,
+        strict=strict,
+        scale_2KS=scale_2KS,
+    )
     return out
 
 
@@ -272,6 +291,7 @@ def attend_into(
     first: int,
     scale: float,
     strict: bool,
+    scale_2KS: Tensor | None = None,
 ) -> None:
     """Compute `attend`, rounded once to the dtype of `out`, or to that of q and then to FP8."""
     (_, heads, width), kv_heads = q_RND.shape, k_SKD.shape[1]
@@ -284,12 +304,14 @@ def attend_into(
         scale * math.log2(math.e),
     )
     states = (plan.top_WN, plan.sum_WN, plan.acc_WND)
+    k_cache, v_cache = stored(k_SKD), stored(v_SKD)
+    kv_scales = (None, None) if scale_2KS is None else scale_2KS
     if plan.tiles:
         tile_bytes = (plan.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
         attend_tiles[(plan.tile_programs,)](
             q_RND,
-            k_SKD,
-            v_SKD,
+            k_cache,
+            v_cache,
             out_RND,
             rows.position_R,
             rows.path_RD,
@@ -299,9 +321,11 @@ def attend_into(
             plan.state_R,
             *states,
             *scales,
+            *kv_scales,
             scale_2,
             pages,
             depth,
+            len(k_SKD),
             FIRST=first,
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -318,8 +342,8 @@ def attend_into(
     apart = plan.programs if plan.row_programs % plan.programs == 0 else 1
     _attend_rows[(plan.row_programs,)](
         q_RND,
-        k_SKD,
-        v_SKD,
+        k_cache,
+        v_cache,
         out_RND,
         rows.path_RD,
         rows.page_table_QP,
@@ -328,9 +352,11 @@ def attend_into(
         plan.counter_RK,
         *states,
         *scales,
+        *kv_scales,
         scale_2,
         pages,
         depth,
+        len(k_SKD),
         FIRST=first,
         HEADS=heads,
         KV_HEADS=kv_heads,

@@ -23,6 +23,7 @@ from tlt_kernels.gpu.attention_algebra import (
     row_kv_slots,
     starts_split,
 )
+from tlt_kernels.gpu.attention_keys import load_heads, scales_of
 from tlt_kernels.gpu.attention_plan import FIELDS
 from tlt_kernels.gpu.quantise import put_heads
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
@@ -46,6 +47,8 @@ def _meet(
     top_M,
     sum_ML,
     acc_MD,
+    k_scale,
+    v_scale,
     scale,
     FIRST: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -57,24 +60,28 @@ def _meet(
     """Attend the queries to the blocks of [start, end); the first block is in `kv_slot_T`. Without
     EDGE every row sees every key, and all keys are in pages.
     """
-    t_T, d_D = tl.arange(0, BLOCK), tl.arange(0, D)
+    t_T = tl.arange(0, BLOCK)
     for p in range(start, end, BLOCK):
         if SPLITS and starts_split(p):
             total_top_M, total_ML, total_MD = fold(
                 total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale
             )
             top_M, sum_ML, acc_MD = nothing(q_MD.shape[0], D)
-        at_TD = kv_slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
+        inside_T, visible = None, None
         if EDGE or FIRST > 0:
             p_T = p + t_T
             inside_T = (p_T >= FIRST) & (p_T < end)
-            k_TD = tl.load(k_head + at_TD, inside_T[:, None], other=0.0)
-            v_TD = tl.load(v_head + at_TD, inside_T[:, None], other=0.0)
             visible = (p_T[None, :] <= position_M[:, None]) & inside_T[None, :]
-            top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible, top_M, sum_ML, acc_MD, scale)
-        else:
-            k_TD, v_TD = tl.load(k_head + at_TD), tl.load(v_head + at_TD)
-            top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, None, top_M, sum_ML, acc_MD, scale)
+        top_M, sum_ML, acc_MD = extend(
+            q_MD,
+            load_heads(k_head, k_scale, kv_slot_T, inside_T, KV_HEADS, D, q_MD.dtype),
+            load_heads(v_head, v_scale, kv_slot_T, inside_T, KV_HEADS, D, q_MD.dtype),
+            visible,
+            top_M,
+            sum_ML,
+            acc_MD,
+            scale,
+        )
         if EDGE:
             kv_slot_T = row_kv_slots(table, own, base, p + BLOCK, end, FIRST, PAGE)
         else:
@@ -82,7 +89,7 @@ def _meet(
     return total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD
 
 
-@triton.jit(do_not_specialize=["pages", "depth"])
+@triton.jit(do_not_specialize=["pages", "depth", "kv_slots"])
 def attend_tiles(
     q,
     k_cache,
@@ -99,9 +106,12 @@ def attend_tiles(
     state_acc,
     scales_GW,
     W,
+    k_scales,
+    v_scales,
     scale,
     pages,
     depth,
+    kv_slots,
     FIRST: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -146,6 +156,10 @@ def attend_tiles(
             v_cache + head * D,
             page_table + batch_slot * pages,
         )
+        k_scale, v_scale = (
+            scales_of(k_scales, head * kv_slots),
+            scales_of(v_scales, head * kv_slots),
+        )
         kv_slot_T = paged_kv_slots(table, begin, end, PAGE)
         whole = tl.min(tl.where(member_M, position_M, end), axis=0) + 1
         whole = tl.maximum(
@@ -174,6 +188,8 @@ def attend_tiles(
             top_M,
             sum_ML,
             acc_MD,
+            k_scale,
+            v_scale,
             scale,
             FIRST,
             KV_HEADS,
@@ -205,6 +221,8 @@ def attend_tiles(
                 top_M,
                 sum_ML,
                 acc_MD,
+                k_scale,
+                v_scale,
                 scale,
                 FIRST,
                 KV_HEADS,

@@ -3,7 +3,7 @@ that the next draft reads are stored.
 
 Both launches follow `accept`, which fills `KeptRows`.
 
-Legend: as in `tensors.py`; L layers, X elements of a KV slot.
+Legend: as in `tensors.py`; L layers, X elements and Y scales of a KV slot, S KV slots.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ def _commit_kv(
     target_BD,
     k_LSX,
     v_LSX,
+    scale_LYS,
     layer_stride,
     X,
+    S,
+    Y,
     D: tl.constexpr,
     DP: tl.constexpr,
     XB: tl.constexpr,
+    YB: tl.constexpr,
 ):
     """Move one request's KV in one layer and one block of a KV slot per program."""
     pdl_launch()
@@ -39,29 +43,31 @@ def _commit_kv(
     d_D = tl.arange(0, DP)
     kept_D = d_D < count
     x_1X = tl.program_id(2) * XB + tl.arange(0, XB)[None, :]
-    layer = tl.program_id(1).to(tl.int64) * layer_stride
-    source_DX = (
-        layer
-        + tl.load(source_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X
-        + x_1X
-    )
-    target_DX = (
-        layer
-        + tl.load(target_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X
-        + x_1X
-    )
+    layer = tl.program_id(1).to(tl.int64)
+    source_D1 = tl.load(source_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None]
+    target_D1 = tl.load(target_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None]
+    source_DX = layer * layer_stride + source_D1 * X + x_1X
+    target_DX = layer * layer_stride + target_D1 * X + x_1X
     moved_DX = kept_D[:, None] & (x_1X < X)
     k_DX = tl.load(k_LSX + source_DX, mask=moved_DX)
     v_DX = tl.load(v_LSX + source_DX, mask=moved_DX)
     tl.store(k_LSX + target_DX, k_DX, mask=moved_DX)
     tl.store(v_LSX + target_DX, v_DX, mask=moved_DX)
+    if scale_LYS is not None:
+        if tl.program_id(2) == 0:
+            y_1Y = tl.arange(0, YB)[None, :]
+            moved_DY, row_1Y = kept_D[:, None] & (y_1Y < Y), (layer * Y + y_1Y) * S
+            scale_DY = tl.load(scale_LYS + row_1Y + source_D1, mask=moved_DY)
+            tl.store(scale_LYS + row_1Y + target_D1, scale_DY, mask=moved_DY)
 
 
-def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
-    """Copy the KV of accepted rows from scratch to their pages, in all layers. The elements of a KV
-    slot are contiguous.
+def commit_kv(
+    kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor, scale_L2KS: Tensor | None = None
+) -> None:
+    """Copy the KV of accepted rows from scratch to their pages, in all layers, with scales if there
+    are any. The elements of a KV slot are contiguous.
     """
-    layers, _, heads, width = k_LSKD.shape
+    layers, kv_slots, heads, width = k_LSKD.shape
     requests, depth = kept.source_BD.shape
     elements = heads * width
     if not layers or not requests:
@@ -75,11 +81,15 @@ def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
         kept.target_BD,
         k_LSKD,
         v_LSKD,
+        scale_L2KS,
         k_LSKD.stride(0),
         elements,
+        kv_slots,
+        2 * heads,
         D=depth,
         DP=depth_block,
         XB=block,
+        YB=triton.next_power_of_2(2 * heads),
         num_warps=4,
         **PDL,
     )

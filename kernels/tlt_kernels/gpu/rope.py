@@ -1,7 +1,8 @@
 """Rotary embedding of q and k, and the KV write, in one pass over the qkv projection's output.
 
 A program handles a few heads of one row: RMSNorm per head if the model has it, halves (d, d + D/2)
-rotated in fp32, rounded once. v is copied. A program lets the next kernel start only after its own
+rotated in fp32, rounded once. v is copied. A cache in e4m3 gets what the model's type would hold,
+quantised with one scale per head. A program lets the next kernel start only after its own
 wait, so that kernel (`attend`) may read, before its own wait, everything written before the qkv
 projection: the plan of the step and page tables.
 
@@ -16,12 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlt_kernels.gpu.quantise import scale_of, scaled
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
 _HEADS = 16  # heads per program: 3 programs for a row of 28 + 4 + 4 heads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_slots"])
 def _rope_store(
     qkv,
     position,
@@ -33,6 +35,9 @@ def _rope_store(
     q_out,
     q_weight,
     k_weight,
+    k_scales,
+    v_scales,
+    kv_slots,
     eps,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -83,8 +88,19 @@ def _rope_store(
         to_q = q_out + r * Q_HEADS * D + n_B[:, None] * D + d_H[None, :]
         tl.store(to_q, left_BH, mask & is_q_B[:, None])
         tl.store(to_q + HALF, right_BH, mask & is_q_B[:, None])
-    to_k = k_cache + s * KV_HEADS * D + (n_B - Q_HEADS)[:, None] * D + d_H[None, :]
     is_k_B = ~is_q_B & ~is_v_B
+    if k_scales is not None:
+        left_BH = tl.where(is_v_B[:, None], low_BH, left_BH).to(tl.float32)
+        right_BH = tl.where(is_v_B[:, None], high_BH, right_BH).to(tl.float32)
+        top_B = tl.max(tl.maximum(tl.abs(left_BH), tl.abs(right_BH)), axis=1)
+        # Values that are not finite make the scale NaN, as e4m3 could not show them.
+        scale_B = scale_of(top_B) + tl.sum(left_BH * 0.0 + right_BH * 0.0, axis=1)
+        to_B = (n_B - Q_HEADS) % KV_HEADS * kv_slots + s
+        tl.store(k_scales + to_B, scale_B, is_k_B)
+        tl.store(v_scales + to_B, scale_B, is_v_B & (n_B < Q_HEADS + 2 * KV_HEADS))
+        left_BH, right_BH = scaled(left_BH, scale_B[:, None]), scaled(right_BH, scale_B[:, None])
+        low_BH, high_BH = left_BH, right_BH
+    to_k = k_cache + s * KV_HEADS * D + (n_B - Q_HEADS)[:, None] * D + d_H[None, :]
     tl.store(to_k, left_BH, mask & is_k_B[:, None])
     tl.store(to_k + HALF, right_BH, mask & is_k_B[:, None])
     to_v = v_cache + s * KV_HEADS * D + (n_B - Q_HEADS - KV_HEADS)[:, None] * D + d_H[None, :]
@@ -104,10 +120,12 @@ def rope_store(
     heads: int,
     q_weight_D: Tensor | None = None,
     k_weight_D: Tensor | None = None,
+    scale_2KS: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
     """Write k and v of row r to kv_slot_R[r]; return the rotated q [R, N, D] in the dtype of
-    `qkv_RX`. `heads` 0: qkv has only k and v.
+    `qkv_RX`. `heads` 0: qkv has only k and v. `scale_2KS`: the scales of keys and of values, if
+    these are e4m3.
 
     A dead row (position -1) is treated as position 0 and writes to its own KV slot.
     """
@@ -130,6 +148,8 @@ def rope_store(
         q_RND,
         qkv_RX if q_weight_D is None else q_weight_D,
         qkv_RX if k_weight_D is None else k_weight_D,
+        *((None, None) if scale_2KS is None else scale_2KS),
+        len(k_SKD),
         eps,
         Q_HEADS=heads,
         KV_HEADS=kv_heads,

@@ -101,7 +101,12 @@ class CpuDevice:
         assert isinstance(live.target.network, Decoder)
         settings, model = self._settings, live.target.network
         captures = settings.feature_ring is not None and model.feature_width > 0
-        make = partial(model.make_cache, page_size=settings.page_size, hidden=captures)
+        make = partial(
+            model.make_cache,
+            page_size=settings.page_size,
+            hidden=captures,
+            rounds=settings.quantises_kv,
+        )
         bytes_per_page = make(1, scratch=0).bytes_per_kv_slot * settings.page_size
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         cache = make(pages, scratch=settings.max_draft_rows)
@@ -231,5 +236,5 @@ def of_cpu(settings: DecidedSettings, numerics: Numerics) -> Fingerprint:
     library = f"MKL_CBWR {os.environ.get('MKL_CBWR', 'unset')}"
     architecture = f"{platform.machine()} {processor}, {library}"
     how = f"{numerics.mode} {versions.CPU}: {numerics.method.name}"
-    given = settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
+    given = settings.reduction_leaves, settings.types, architecture, how, settings.attention
     return Fingerprint(*given, settings.quantization)

@@ -60,7 +60,8 @@ class CpuRank:
         models = self._memory.models
         model: Decoder = models[order.target]
         size, scratch = self._settings.page_size, self._settings.max_draft_rows
-        cache = model.make_cache(order.pages, size, scratch)
+        rounds = self._settings.quantises_kv
+        cache = model.make_cache(order.pages, size, scratch, rounds=rounds)
         self.handlers |= self._memory.handlers_of(cache, cache)
         self.handlers |= CpuSteps(models, model, cache).handlers
 

@@ -207,11 +207,18 @@ def for_cpu(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
     )
     unit = BLOCK if config.quantization and suited.reduction_leaves > 1 else CPU_LEAF_UNIT
     check_leaves(config, suited.reduction_leaves, unit, str(settings.model), ranks)
-    return DeviceChoice(replace(suited, graphs=False), {})
+    kv = settings.kv_cache_dtype
+    reasons = {"kv_cache_dtype": f"{kv}: rounded to it, and kept in float32"} if kv else {}
+    return DeviceChoice(replace(suited, graphs=False), reasons)
 
 
 def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
     check_attention(settings.attention, "cuda")
+    if settings.quantises_kv and settings.attention == "flash_attn":
+        raise StartupError(
+            f"kv_cache_dtype is {settings.kv_cache_dtype} and attention is flash_attn, which reads "
+            "no scales; use attention triton, or kv_cache_dtype auto"
+        )
     config, ranks = _config(settings, model), settings.tensor_parallel
     _check_sums(settings, config)
     if ranks > 1:

@@ -306,5 +306,5 @@ def of_gpu(settings: DecidedSettings, device: torch.device) -> Fingerprint:
     if device.type == "cuda":
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     how = f"{settings.numerics} {versions.GPU}"
-    given = settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
+    given = settings.reduction_leaves, settings.types, architecture, how, settings.attention
     return Fingerprint(*given, settings.quantization)

@@ -265,7 +265,7 @@ def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) ->
         "processor": gpu.description if device.name == "cuda" else processor(),
         "threads": str(settings.threads),
         "model": live.target.network.config.shape,
-        "dtype": settings.dtype,
+        "dtype": settings.types,
         "numerics": device.numerics,
         "reduction_leaves": str(settings.reduction_leaves),
         "tensor_parallel": str(settings.tensor_parallel),

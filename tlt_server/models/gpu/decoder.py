@@ -167,6 +167,7 @@ class GpuDecoder:
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
         sums, count, layers = self.placement.sums, len(rows.token_R), self.layers
+        scales = cache.scales()
 
         def input_of(projection: GpuProjection) -> Tensor | Quantised:
             # Adapters read unquantised rows, which the matmul then quantises itself.
@@ -188,6 +189,7 @@ class GpuDecoder:
                 values[index],
                 rows,
                 attend,
+                scale_2KS=scales[index],
                 adapted=own,
                 room=sums.room(ATTENTION, count),
             )

@@ -47,7 +47,11 @@ class Attend(Protocol):
         *,
         first: int = 0,
         quantised: bool = False,
-    ) -> Tensor | Quantised: ...
+        scale_2KS: Tensor | None = None,
+    ) -> Tensor | Quantised:
+        """`quantised`: a matmul in FP8 reads the result. `scale_2KS`: of keys and values in
+        e4m3.
+        """
 
 
 class GpuProjection:
@@ -168,6 +172,7 @@ class GpuSelfAttention:
         attend: Attend,
         *,
         first: int = 0,
+        scale_2KS: Tensor | None = None,
         adapted: GpuAdaptedLayer | None = None,
         room: Room | None = None,
     ) -> Tensor:
@@ -179,9 +184,9 @@ class GpuSelfAttention:
         qkv_RX = self.qkv(x_RH)
         if adapted is not None:
             adapted.qkv.expand(low_PRX, qkv_RX)
-        q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
+        q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows, scale_2KS)
         quantised = self.output.quantised and adapted is None
-        out_RX = attend(q_RND, k_SKD, v_SKD, first=first, quantised=quantised)
+        out_RX = attend(q_RND, k_SKD, v_SKD, first=first, quantised=quantised, scale_2KS=scale_2KS)
         if isinstance(out_RX, Tensor):
             out_RX = out_RX.view(len(qkv_RX), self.query_width)
         return self.output.partials(out_RX, adapted and adapted.output, room)
@@ -193,7 +198,13 @@ class GpuSelfAttention:
         self._store(self.qkv(x_RH, first=self.query_width), 0, k_SKD, v_SKD, rows)
 
     def _store(
-        self, qkv_RX: Tensor, heads: int, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors
+        self,
+        qkv_RX: Tensor,
+        heads: int,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        rows: RowTensors,
+        scale_2KS: Tensor | None = None,
     ) -> Tensor:
         return rope_store(
             qkv_RX,
@@ -206,6 +217,7 @@ class GpuSelfAttention:
             heads=heads,
             q_weight_D=self.q_weight_D,
             k_weight_D=self.k_weight_D,
+            scale_2KS=scale_2KS,
             eps=self.norm_eps,
         )
 

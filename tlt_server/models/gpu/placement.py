@@ -44,8 +44,10 @@ class Placement:
         scales = scales_shape(values.shape)
         return Matrix(values, torch.empty(*scales, dtype=torch.float32, device=self.device))
 
-    def cache(self, config: ModelConfig, pages: int, scratch: int, layers: int) -> KVCache:
-        """Allocate KV for layers of this shape."""
+    def cache(
+        self, config: ModelConfig, pages: int, scratch: int, layers: int, *, quantised: bool = False
+    ) -> KVCache:
+        """Allocate KV for layers of this shape, of the weights' dtype or in e4m3."""
         return KVCache(
             layers=layers,
             pages=pages,
@@ -55,4 +57,5 @@ class Placement:
             head_dim=config.head_dim,
             dtype=self.dtype,
             device=str(self.device),
+            quantised=quantised,
         )

@@ -60,17 +60,20 @@ class Needs(NamedTuple):
         """
         itemsize = 4 if settings.dtype == "float32" else 2
         captures = bool(settings.feature_bytes and feature_width)
-        per_page, tokens = settings.page_size * kv_slot_values(config, config.layers), 0
+        values, tokens = kv_slot_values(config, config.layers), 0
+        per_page = settings.page_size * values * itemsize
+        if settings.quantises_kv:  # with a scale per head
+            per_page = settings.page_size * (values + values // config.head_dim * 4)
         if drafter is not None:
             tokens = part.most_tokens if part else drafter.draft_vocab_size
-            per_page += (
+            per_page += itemsize * (
                 settings.page_size
                 * kv_slot_values(part.layer if part else drafter.config, drafter.kv_layers)
                 + drafter.config.hidden_size
             )  # and a hint per page
         return cls(
             weights,
-            per_page * itemsize,
+            per_page,
             8 * config.intermediate_size + 64 * config.hidden_size,
             4 * config.vocab_size,
             4 * config.vocab_size,
@@ -227,8 +230,9 @@ class MemoryPlan(NamedTuple):
     @property
     def halved(self) -> MemoryPlan:
         """Return the plan with the model at half its precision."""
-        half = self.needs.weights // 2
-        needs = self.needs._replace(weights=half, per_page=self.needs.per_page // 2)
+        half, per_page = self.needs.weights // 2, self.needs.per_page
+        per_page = per_page if self.settings.quantises_kv else per_page // 2
+        needs = self.needs._replace(weights=half, per_page=per_page)
         return self.changed("dtype", "bfloat16")._replace(needs=needs, free=self.free + half)
 
     def widened(self, wider: Wider) -> MemoryPlan:

@@ -140,7 +140,7 @@ def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:
         repr(config),
         drafter,
         settings.drafters,
-        settings.dtype,
+        settings.types,
         settings.numerics,
         settings.attention,
         settings.max_running,

@@ -87,7 +87,8 @@ class GpuMaker:
     ) -> GpuKV:
         slots = KVSlots(pages * PAGE_SIZE, max(MAX_VERIFIED, self.settings.max_running), TREE_ROWS)
         scratch, config = slots.verified + 1, model.own_config
-        cache = self.placement.cache(config, pages, scratch, config.layers)
+        quantised = self.settings.quantises_kv
+        cache = self.placement.cache(config, pages, scratch, config.layers, quantised=quantised)
         draft = None
         if network:
             hidden = network.config.hidden_size

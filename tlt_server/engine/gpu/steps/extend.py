@@ -301,7 +301,7 @@ class Extend:
         )
         if key.edited:
             count_emitted(state.batch_slot_B(key.batch), chunks, state.batch_slots, self.outcome_EF)
-        commit_kv(self.kept, state.cache.k, state.cache.v)
+        commit_kv(self.kept, state.cache.k, state.cache.v, state.cache.scale)
         for reader in self._readers:
             reader.read_rows(self.rows, self.kept, forwarded)
         if state.agreement is not None:
