@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tlt_kernels.gpu.gemm_copy import locate
-from tlt_kernels.gpu.gemm_store import store
+from tlt_kernels.gpu.gemm_store import store, target
 from tlt_kernels.gpu.gemm_sums import _barrier
 
 HEIGHT = gl.constexpr(64)  # rows of the first operand of an instruction
@@ -117,12 +117,16 @@ def _block_scales(scale_B, other_scale_B, g, last):
 
 
 @gluon.jit
-def _factors(s_buffer, stage, scale, up_scale, SHARE: gl.constexpr):
+def _row_scales(s_buffer, stage, SHARE: gl.constexpr):
+    ALONG_X: gl.constexpr = SHARE.x_layout
+    return s_buffer.index(stage).slice(SHARE.x_at, SHARE.x_rows).load(ALONG_X)
+
+
+@gluon.jit
+def _factors(row, scale, up_scale, SHARE: gl.constexpr):
     """Return the products of the scales of a share's rows and blocks, in the layout of its sums."""
     ROWS: gl.constexpr = SHARE.w_rows
-    ALONG_X: gl.constexpr = SHARE.x_layout
     ALONG_W: gl.constexpr = SHARE.w_layout
-    row = s_buffer.index(stage).slice(SHARE.x_at, SHARE.x_rows).load(ALONG_X)
     block = gl.full([ROWS], scale, gl.float32, ALONG_W)
     if SHARE.gated:
         is_gate = gl.arange(0, ROWS, ALONG_W) // 8 % 2 == 0
@@ -156,8 +160,8 @@ def _add_pairs(
         mbarrier.wait(ready.index(after), after_phase)
         found = _product(x_buffer, w_buffer, stage, BN, SHARE)
         found_after = _product(x_buffer, w_buffer, after, BN, SHARE)
-        factors = _factors(s_buffer, stage, scale, up_scale, SHARE)
-        factors_after = _factors(s_buffer, after, other, up_other, SHARE)
+        factors = _factors(_row_scales(s_buffer, stage, SHARE), scale, up_scale, SHARE)
+        factors_after = _factors(_row_scales(s_buffer, after, SHARE), other, up_other, SHARE)
         g += 2
         scale, up_scale = _block_scales(scale_B, other_scale_B, g, last)
         other, up_other = _block_scales(scale_B, other_scale_B, g + 1, last)
@@ -172,7 +176,7 @@ def _add_pairs(
     if steps % 2 == 1:
         mbarrier.wait(ready.index(stage), phase)
         found = _product(x_buffer, w_buffer, stage, BN, SHARE)
-        factors = _factors(s_buffer, stage, scale, up_scale, SHARE)
+        factors = _factors(_row_scales(s_buffer, stage, SHARE), scale, up_scale, SHARE)
         found = warpgroup_mma_wait(0, deps=[found])
         _barrier()
         _free(free, stage)
@@ -217,20 +221,20 @@ def _add_halves(
     SUMS: gl.constexpr = SHARE.layout
     acc = gl.zeros([HEIGHT, COLUMNS], gl.float32, SUMS)
     second_acc = acc
-    scale, other = _block_scales(scale_B, other_scale_B, g, last)
+    after, other_after = _block_scales(scale_B, other_scale_B, g, last)
     for _ in range(steps):
+        scale, other = after, other_after
+        g += 1
+        after, other_after = _block_scales(scale_B, other_scale_B, g, last)
         mbarrier.wait(ready.index(stage), phase)
+        row = _row_scales(s_buffer, stage, SHARE)
+        factors = _factors(row, scale, other, SHARE)
         found = _product(x_buffer, w_buffer, stage, BN, SHARE)
-        factors = _factors(s_buffer, stage, scale, other, SHARE)
         found = warpgroup_mma_wait(0, deps=[found])
         acc = gl.fma(found, factors, acc)
         found = _product(x_buffer, w_buffer, stage, BN, SECOND)
-        if SHARE.gated:
-            factors = _factors(s_buffer, stage, scale, other, SECOND)
-        else:
-            factors = _factors(s_buffer, stage, other, other, SECOND)
-        g += 1
-        scale, other = _block_scales(scale_B, other_scale_B, g, last)
+        if not SHARE.gated:
+            factors = _factors(row, other, other, SECOND)
         found = warpgroup_mma_wait(0, deps=[found])
         _barrier()
         _free(free, stage)
@@ -240,20 +244,17 @@ def _add_halves(
 
 
 @gluon.jit
-def _parked(acc, out_PMN, M, N, m, n, s, STORES: gl.constexpr):
-    """Store the sum of a leaf where the sum of both will be, or return it: there are no registers
-    for both. Each thread reads what it wrote.
-    """
-    row = m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-    column = n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    at = out_PMN + (s.to(gl.int64) * M + row[:, None]) * N + column[None, :]
-    mask = (row < M)[:, None] & (column < N)[None, :]
-    if STORES:
-        gl.store(at, acc, mask=mask)
-        found = acc
-    else:
-        found = gl.load(at, mask=mask, other=0.0)
-    return found
+def _park(acc, out_PMN, M, N, m, n, s, zero):
+    """Store the sum of a leaf where the sum of both will be: there are no registers for both."""
+    at, mask = target(out_PMN, M, N, m, n, s, zero, acc.shape[0], acc.shape[1], acc.type.layout)
+    gl.store(at, acc, mask=mask)
+
+
+@gluon.jit
+def _add_parked(acc, out_PMN, M, N, m, n, s, zero):
+    """Add what this thread parked."""
+    at, mask = target(out_PMN, M, N, m, n, s, zero, acc.shape[0], acc.shape[1], acc.type.layout)
+    return gl.load(at, mask=mask, other=0.0) + acc
 
 
 @gluon.jit
@@ -276,19 +277,19 @@ def _multiply_tile(
             x_buffer, w_buffer, s_buffer, ready, free, scale_B, other_scale_B, g, G - 1, steps,
             stage, phase, BN, STAGES, SHARE,
         )  # fmt: skip
-        _parked(acc, out_PMN, M, N, m, n, s, True)
+        _park(acc, out_PMN, M, N, m, n, s, stage >> 30)
         acc, stage, phase = _add_pairs(
             x_buffer, w_buffer, s_buffer, ready, free, scale_B, other_scale_B, g + steps, G - 1,
             steps, stage, phase, BN, STAGES, SHARE,
         )  # fmt: skip
-        acc = _parked(acc, out_PMN, M, N, m, n, s, False) + acc
-        store(acc, bias_N, out_PMN, M, N, m, n, s, GATED, BIASED, X_FIRST, 4)
+        acc = _add_parked(acc, out_PMN, M, N, m, n, s, stage >> 30)
+        store(acc, bias_N, out_PMN, M, N, m, n, s, stage >> 30, GATED, BIASED, X_FIRST, 4)
     elif SHARE.halves == 1:
         acc, stage, phase = _add_folded(
             x_buffer, w_buffer, s_buffer, ready, free, scale_B, other_scale_B, g, G - 1, steps,
             stage, phase, BN, STAGES, FOLD, SHARE,
         )  # fmt: skip
-        store(acc, bias_N, out_PMN, M, N, m, n, s, GATED, BIASED, X_FIRST, 4)
+        store(acc, bias_N, out_PMN, M, N, m, n, s, stage >> 30, GATED, BIASED, X_FIRST, 4)
     else:
         HALF: gl.constexpr = SHARE.w_rows // 2 if GATED else SHARE.w_rows  # outputs
         acc, second_acc, stage, phase = _add_halves(
@@ -296,16 +297,30 @@ def _multiply_tile(
             stage, phase, BN, STAGES, SHARE,
         )  # fmt: skip
         if FOLD == 2:
-            _parked(acc, out_PMN, M, N, m, n, s, True)
-            _parked(second_acc, out_PMN, M, N, m, n + HALF, s, True)
+            _park(acc, out_PMN, M, N, m, n, s, stage >> 30)
+            _park(second_acc, out_PMN, M, N, m, n + HALF, s, stage >> 30)
             acc, second_acc, stage, phase = _add_halves(
                 x_buffer, w_buffer, s_buffer, ready, free, scale_B, other_scale_B, g + steps, G - 1,
                 steps, stage, phase, BN, STAGES, SHARE,
             )  # fmt: skip
-            acc = _parked(acc, out_PMN, M, N, m, n, s, False) + acc
-            second_acc = _parked(second_acc, out_PMN, M, N, m, n + HALF, s, False) + second_acc
-        store(acc, bias_N, out_PMN, M, N, m, n, s, GATED, BIASED, X_FIRST, 4)
-        store(second_acc, bias_N, out_PMN, M, N, m, n + HALF, s, GATED, BIASED, X_FIRST, 4)
+            acc = _add_parked(acc, out_PMN, M, N, m, n, s, stage >> 30)
+            second_acc = _add_parked(second_acc, out_PMN, M, N, m, n + HALF, s, stage >> 30)
+        store(acc, bias_N, out_PMN, M, N, m, n, s, stage >> 30, GATED, BIASED, X_FIRST, 4)
+        store(
+            second_acc,
+            bias_N,
+            out_PMN,
+            M,
+            N,
+            m,
+            n + HALF,
+            s,
+            stage >> 30,
+            GATED,
+            BIASED,
+            X_FIRST,
+            4,
+        )
     return stage, phase
 
 

@@ -26,8 +26,22 @@ def _stored(width, bits, warps, x_first):
 
 
 @gluon.jit
+def target(
+    out_PMN, M, N, m, n, s, zero, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TO: gl.constexpr
+):
+    """Return the addresses of outputs from (m, n) on in the part s, and a mask of those that exist.
+    The compiler must not know that `zero` is zero: offsets then take no registers during the sums.
+    """
+    row = zero * 16 + gl.arange(0, ROWS, gl.SliceLayout(1, TO))
+    column = zero * 16 + gl.arange(0, COLUMNS, gl.SliceLayout(0, TO))
+    corner = out_PMN + ((s.to(gl.int64) * M + m) * N + n)  # 64 bits once; from here 32 do
+    mask = (row < M - m)[:, None] & (column < N - n)[None, :]
+    return (corner + row * N)[:, None] + column[None, :], mask
+
+
+@gluon.jit
 def store(
-    acc, bias_N, out_PMN, M, N, m, n, s, GATED: gl.constexpr, BIASED: gl.constexpr,
+    acc, bias_N, out_PMN, M, N, m, n, s, zero, GATED: gl.constexpr, BIASED: gl.constexpr,
     X_FIRST: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Store sums [BN, BM], or [BM, BN] if X_FIRST, as the part s of outputs from (m, n) on."""
@@ -57,14 +71,12 @@ def store(
         bias = gl.load(bias_N + column, mask=column < N, other=0.0).to(gl.float32)
         total += bias[None, :] if X_FIRST else bias[:, None]
     total = gl.convert_layout(total.to(out_PMN.dtype.element_ty), stored)
-    first = m >> 30 if X_FIRST else 0  # so these depend on the tile, and wait in no registers
-    row = first + gl.arange(0, BM, gl.SliceLayout(1 - N_AXIS, stored))
-    column = first + gl.arange(0, WIDTH, gl.SliceLayout(N_AXIS, stored))
-    corner = out_PMN + ((s.to(gl.int64) * M + m) * N + n)  # 64 bits once; from here 32 do
     if X_FIRST:
-        target = (corner + row * N)[:, None] + column[None, :]
-        mask = (row < M - m)[:, None] & (column < N - n)[None, :]
+        at, mask = target(out_PMN, M, N, m, n, s, zero, BM, WIDTH, stored)
     else:
-        target = (corner + row * N)[None, :] + column[:, None]
+        row = gl.arange(0, BM, gl.SliceLayout(0, stored))
+        column = gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
+        corner = out_PMN + ((s.to(gl.int64) * M + m) * N + n)
+        at = (corner + row * N)[None, :] + column[:, None]
         mask = (row < M - m)[None, :] & (column < N - n)[:, None]
-    gl.store(target, total, mask=mask)
+    gl.store(at, total, mask=mask)

@@ -66,7 +66,7 @@ def _multiply_tile(
         x_buffer, w_buffer, ready, free, steps, stage, phase,
         BM, BN, PANELS, STAGES, FOLD, GATED, sums,
     )  # fmt: skip
-    store(acc, bias_N, out_PMN, M, N, m, n, s, GATED, BIASED, False, WARPS)
+    store(acc, bias_N, out_PMN, M, N, m, n, s, 0, GATED, BIASED, False, WARPS)
     return stage, phase
 
 
