@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks import quality
 from tests.hostile.__main__ import main as hostile
 from tests.processes import completed
 from tests.waiting import until
@@ -156,6 +157,25 @@ def last_line(*arguments: str) -> dict[str, Any]:
     done = completed(command)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+@pytest.mark.long
+def test_decode_bench_compares_fp8_with_the_same_engine_without(tmp_path: Path) -> None:
+    flags = ("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3", "--against", "none")
+    said = bench("decode", tmp_path / "decode.json", *flags)
+    assert [row["quantization"] for row in said["rows"]] == ["fp8", "fp8", "none", "none"]
+    kinds = [row["fingerprint"]["dtype"] for row in said["rows"]]
+    assert len(set(kinds)) == 2 and kinds[0] == kinds[1] and kinds[2] == kinds[3]
+    assert [row["against"] for row in said["price"]] == ["none"] * 4
+    assert (said["quantization"], said["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
+
+
+@pytest.mark.long
+def test_quality_of_fp8_is_measured_against_float32(tmp_path: Path) -> None:
+    quality.main(["--quick", "--json", str(tmp_path / "quality.json")])
+    rows = json.loads((tmp_path / "quality.json").read_text())["figures"]["rows"]
+    means = {row["computed"]: row["mean"] for row in rows}
+    assert means["float32"] < 1e-5 < means["FP8"] < 0.05 and means["FP8, KV in FP8"] < 0.05
 
 
 @pytest.mark.long

@@ -8,12 +8,13 @@ import argparse
 import itertools
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests import processes
-from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
+from tests.engine.tiny import VOCAB, Shape, write_alphabet, write_eagle, write_target
 from tlt_server.bench.exact import compare, factors_of, killed_run
 from tlt_server.bench.exact_plan import (
     KINDS,
@@ -29,6 +30,7 @@ from tlt_server.bench.exact_plan import (
 )
 from tlt_server.bench.exact_runs import ExactEngines, digest_of, rollout
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.settings.server import KvDtypeName
 from tlt_server.wire.records import GenerateRequest, Sampling
 
 SIZE = ExactSize(requests=11, max_tokens=24, long=1, long_tokens=90, alone=2)
@@ -109,6 +111,29 @@ def test_bench_is_green_when_sound_and_red_on_one_moved_ulp(
     faulty = compare(configuration, reference, found, counts, 0.0)
     assert faulty.differing_tokens + faulty.differing_logprobs > 0
     assert digest_of(found) != digest_of(reference) == digest_of(dict(reversed(reference.items())))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [None, "fp8_e4m3"])
+def test_bench_is_green_in_fp8(
+    kv_cache_dtype: KvDtypeName | None, requests: list[GenerateRequest], tmp_path: Path
+) -> None:
+    shape = Shape(hidden=128, layers=2, head_dim=64, mlp=128, features=(1, 0, 1))
+    engines = ExactEngines(
+        EngineSettings(
+            model=str(write_alphabet(write_target(tmp_path / "target", shape=shape))),
+            device="cpu",
+            drafter=str(write_eagle(tmp_path / "drafter", shape=shape)),
+            kv_memory_mb=64,
+            quantization="fp8",
+            kv_cache_dtype=kv_cache_dtype,
+        )
+    )
+    reference, _ = rollout(engines, PLANS["cpu"].reference, requests, SIZE)
+    configuration = {"arm": "eagle medium", "batch": 7, "pages": "scarce", "chunk": 16}
+    found, counts = rollout(engines, configuration, requests, SIZE)
+    seen = compare(configuration, reference, found, counts, 0.0)
+    assert (seen.differing_tokens, seen.differing_logprobs) == (0, 0) and seen.tokens > 100
+    assert engines.fingerprint is not None and engines.fingerprint.quantization == "fp8"
 
 
 def test_pushed_version_on_two_ranks_is_exact_with_one_killed(

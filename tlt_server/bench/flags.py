@@ -187,9 +187,7 @@ STORED = (
         "type of the target's KV [default that of its weights]",
         choices=["fp8_e4m3"],
     ),
-)
-DRAFTER_FORM = flag(
-    "--drafter-quantization none|fp8", "how the drafter's matrices are kept [default none]"
+    flag("--drafter-quantization none|fp8", "of the drafter's weights [default none]"),
 )
 ENGINE = (
     *PAIR,
@@ -200,7 +198,6 @@ ENGINE = (
     ),
     *STORED,
     NUMERICS,
-    DRAFTER_FORM,
 )
 SPLIT = "|".join(map(str, SPLITS))
 
@@ -231,4 +228,4 @@ def field_of(flag: Flag) -> str:
 
 
 # Settings of the engine under the same name, with the same default.
-SETTINGS = tuple(map(field_of, (*STORED, NUMERICS, DRAFTER_FORM, *ranks())))
+SETTINGS = tuple(map(field_of, (*STORED, NUMERICS, *ranks())))

@@ -116,11 +116,7 @@ def described(
     """Return the settings that a reader of figures has to know. `fingerprint`: of the engines that
     were measured, where they are of one kind.
     """
-    named = dict[str, object]()
-    if fingerprint:
-        named["fingerprint"] = msgspec.structs.asdict(fingerprint)
-    if settings.drafter_quantization == "fp8":
-        named["drafter_quantization"] = "fp8"
+    named = {"fingerprint": msgspec.structs.asdict(fingerprint)} if fingerprint else {}
     fields = ("device", "dtype", "attention", "numerics", "max_running", "tensor_parallel")
     return {
         **named,
@@ -128,7 +124,7 @@ def described(
         "drafter": next(iter(settings.drafters), "none"),
         **{name: getattr(settings, name) for name in fields},
         "quantization": quantization_of(settings.model, settings.quantization),
-        **{name: getattr(settings, name, None) or chosen for name, chosen in STORED_AS.items()},
+        **{name: getattr(settings, name) or chosen for name, chosen in STORED_AS.items()},
     }
 
 
