@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.halting import EAGLE
 from tests.engine.pushing import Pushable, cpu_settings
@@ -15,9 +18,13 @@ from tests.engine.test_strict_numerics import CONFIG, TOKENS
 from tests.engine.two_ranks import one, shared
 from tests.rows_of_one import Sequence
 from tlt_client.quantise import effective_checksum
+from tlt_server.__main__ import main
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.models.adapted import AdaptedProjection, AdaptedRows, ProjectionSlots
+from tlt_server.models.adapters import MatrixPair
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.layers import Projection
 from tlt_server.models.loader import draw, load_target, read_tensor
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.quantization import Quantization
@@ -59,6 +66,36 @@ def test_live_checksums_are_those_that_a_trainer_computes(one: Pushable) -> None
     assert live_sums(live.network.parameters())[Q] == effective_checksum(read_tensor(TARGET, Q))
 
 
+def test_written_checkpoint_equals_quantising_at_load(one: Pushable, tmp_path: Path) -> None:
+    out = tmp_path / "fp8"
+    assert main(["quantise", str(TARGET), str(out)]) == 0
+    engine = Pushable(replace(one.settings, model=out, quantization=None))
+    assert engine.info.fingerprint == one.info.fingerprint
+    assert engine.checksums() == one.checksums()
+    assert responses(engine, SetPolicy("off")) == responses(one, SetPolicy("off"))
+
+
+def test_checkpoint_that_cannot_be_quantised_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "target", tmp_path / "out"
+    shutil.copytree(TARGET, source)
+    tensors = load_file(source / "model.safetensors")
+    tensors[Q][3, 5] = float("nan")
+    save_file(tensors, source / "model.safetensors")
+    out.mkdir()
+    (out / "mine").touch()
+    for model, written, says in (
+        (source, tmp_path / "new", f"tensor '{Q}' holds 1 NaN or infinite"),
+        (TARGET, out, "is not an empty directory"),
+        (DRAFTER, tmp_path / "new", "holds a drafter"),
+        (tmp_path / "none", tmp_path / "new", "config.json: the file is missing"),
+    ):
+        assert main(["quantise", str(model), str(written)]) == 2
+        assert says in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "target"]
+
+
 def model_of(leaves: int = 1) -> Decoder:
     config = replace(CONFIG, quantization=Quantization())
     model = Decoder(config, numerics=Numerics("strict"), split=Split(leaves))
@@ -86,6 +123,19 @@ def test_row_has_the_same_bits_in_any_company() -> None:
         parts = Sequence(model, capacity=160)
         hidden = [parts.extend(part).hidden_RH for part in TOKENS.split([1, 2, 30, 64, 43])]
         assert torch.equal(torch.cat(hidden), whole_RH)
+
+
+def test_adapters_read_inputs_that_are_not_quantised() -> None:
+    numerics, parts = Numerics("strict"), {"q_proj": 128}
+    projection = Projection(256, parts, bias=False, numerics=numerics, in_fp8=True)
+    ((_, weight),) = projection.parameters()
+    weight.copy_(torch.randn(128, 256))
+    slots, rows = ProjectionSlots(256, parts, 1, 16, numerics), [AdaptedRows(0, None)]
+    slots.fill(0, "q_proj", MatrixPair(torch.randn(16, 256), torch.randn(128, 16)), 2.0)
+    x = torch.randn(5, 256)
+    found, expected = projection(x, AdaptedProjection(slots, rows)), projection(x)
+    slots.add(x, expected, rows)
+    assert torch.equal(found, expected)
 
 
 def test_random_weights_are_quantised_too() -> None:

@@ -369,6 +369,17 @@ def test_doctor_reports_how_much_a_gpu_holds(card: None, tmp_path: Path) -> None
     assert "not here" in found(model.numerics, configured()).found
 
 
+def test_doctor_reports_bytes_of_a_version(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "memory_speed", lambda: 2e12)
+    plain = found(model.memory, configured(drafter="none")).found
+    quantised = found(model.memory, configured(drafter="none", quantization="fp8")).found
+    both = re.search(r"target has (\d+) MiB, (\d+) MiB with --quantization fp8; a step", plain)
+    assert both is not None and int(both[1]) > 1.6 * int(both[2])
+    assert f"target has {both[2]} MiB; a step takes at least 0.00 ms" in quantised
+    assert "at 2.0 TB/s" in quantised
+    assert "FP8 weights" in found(model.device, configured(quantization="fp8")).found
+
+
 def test_doctor_reports_models_unsupported_on_a_gpu(pair: Path, card: None) -> None:
     assert (
         found(model.target, broken(pair)).status

@@ -147,6 +147,11 @@ def no_values(tensors: Tensors) -> None:
     tensors[Q] = tensors[Q].bfloat16()
 
 
+def unnamed(tensors: Tensors) -> None:
+    tensors[Q] = tensors[Q].bfloat16()
+    del tensors[SCALES]
+
+
 def no_weight(tensors: Tensors) -> None:
     del tensors[Q]
 
@@ -162,6 +167,7 @@ def no_weight(tensors: Tensors) -> None:
         (other_dtype, rf"{SCALES}' has .*dtype torch\.float16"),
         (alone, rf"a\.safetensors.*{Q}' has dtype torch\.float8_e4m3fn and no tensor '{SCALES}'"),
         (no_values, rf"a\.safetensors.*{Q}' has dtype torch\.bfloat16 and scales"),
+        (unnamed, rf"{Q}' has dtype torch\.bfloat16 and no tensor.*'modules_to_not_convert'"),
         (no_weight, rf"{Q}' is missing"),
     ],
 )

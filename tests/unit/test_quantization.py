@@ -50,6 +50,7 @@ def test_names_of_modules_match_by_whole_parts() -> None:
     assert found.layer(0) == LayerQuantization(qkv=True)
     assert found.layer(1) == LayerQuantization(qkv=True, gate_up=True, down=True)
     assert parsed(**found.described()) == found
+    assert parsed(ignored_layers=["mlp"]) == parsed(modules_to_not_convert=["mlp"])
 
 
 @pytest.mark.parametrize(

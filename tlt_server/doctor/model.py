@@ -17,8 +17,8 @@ from tlt_server.config import Config
 from tlt_server.doctor.checks import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, gpu_split, look
 from tlt_server.engine.devices.sizing import training_share
-from tlt_server.engine.gpu.memory.budget import MemoryPlan
-from tlt_server.engine.gpu.start.planning import plan_start, shapes_of
+from tlt_server.engine.gpu.memory.budget import MemoryPlan, size
+from tlt_server.engine.gpu.start.planning import plan_start, shapes_of, version_bytes
 from tlt_server.engine.sampling.lexers import LIMIT as GRAMMARS
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.start.checkpoints import (
@@ -28,9 +28,10 @@ from tlt_server.engine.start.checkpoints import (
     empty_model,
     kv_bytes,
 )
-from tlt_server.errors import StartupError
+from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
 from tlt_server.models.shards import Stored, rank_config, stored_bytes
 from tlt_server.models.split import Split
@@ -198,6 +199,7 @@ def _gpu_memory(config: Config) -> Finding:
         with contextlib.suppress(StartupError):
             planned(replace(settings, tensor_parallel=1))
             found += f"; {COST}"
+    found += f"; {_versions(settings, model)}"
     found += f"; {GRAMMARS / GIB:.2f} GiB of grammars in the host's memory"
     if directory is None or not plan.needs.per_state:
         return ok(found)
@@ -206,6 +208,34 @@ def _gpu_memory(config: Config) -> Finding:
     network = empty_drafter(directory, empty_model(settings))
     share = training_share(settings, network, rooms.get(device))
     return ok(found + share.describe(device))
+
+
+def _versions(settings: DecidedSettings, model: ModelConfig) -> str:
+    """Return the size of a version of the weights, and the time to read it once."""
+    own = version_bytes(settings, model)
+    found = f"a version of the target has {size(own.all)}"
+    if settings.quantization == "none" and settings.dtype == "bfloat16":
+        with contextlib.suppress(ModelError):
+            halved = model.stored_as("fp8", str(settings.model))
+            check_shape(halved, halved.layer_shape, str(settings.model))
+            found += f", {size(version_bytes(settings, halved).all)} with --quantization fp8"
+    if speed := memory_speed():
+        found += (
+            f"; a step takes at least {1e3 * own.read / speed:.2f} ms, in which the GPU's memory "
+            f"gives the {size(own.read)} that it reads, at {speed / 1e12:.1f} TB/s"
+        )
+    return found
+
+
+def memory_speed() -> float:
+    """Return the bytes that the GPU's memory gives in a second, as its clock and width say; 0 if
+    torch does not name them.
+    """
+    if not torch.cuda.is_available():
+        return 0.0
+    gpu = torch.cuda.get_device_properties(0)
+    clock_khz, bits = getattr(gpu, "memory_clock_rate", 0), getattr(gpu, "memory_bus_width", 0)
+    return 2e3 * clock_khz * bits / 8  # two transfers per clock
 
 
 def _chosen(config: Config) -> tuple[DeviceChoice, Gpu] | None:

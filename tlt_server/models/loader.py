@@ -160,6 +160,7 @@ def fill(
     """
     files = tensor_files(directory)
     check_names(parameters, files, ignored, directory)
+    quantised = any(scale_name(name) in files for name in parameters)
     inference = torch.is_inference_mode_enabled()  # a property of each thread
 
     def copy(path: Path, names: Sequence[str]) -> None:
@@ -168,7 +169,7 @@ def fill(
                 stored, scales = parameters[name], scale_name(name)
                 values: Any = tensor.to(stored.device)
                 check_layout(name, values.shape, values.dtype, stored, path)
-                check_pair(name, values.dtype, scales in files, path)
+                check_pair(name, values.dtype, files, path, quantised and in_fp8(stored))
                 if scales in files:
                     ((_, found),) = read_tensors(files[scales], [scales])
                     where = f"{path} and {files[scales].name}" if files[scales] != path else path
@@ -195,12 +196,13 @@ def check_files(
     """
     files = tensor_files(directory)
     check_names(parameters, files, ignored, directory)
+    quantised = any(scale_name(name) in files for name in parameters)
     for path in sorted(set(files.values())):
         with _open(path) as file:
             for name in (name for name in parameters if files[name] == path):
                 shape, dtype = _header(file, name)
                 check_layout(name, shape, dtype, parameters[name], path)
-                check_pair(name, dtype, scale_name(name) in files, path)
+                check_pair(name, dtype, files, path, quantised and in_fp8(parameters[name]))
                 if scale_name(name) in files:
                     at = files[scale_name(name)]
                     with _open(at) as other:
@@ -332,13 +334,19 @@ def check_layout(
         )
 
 
-def check_pair(name: str, dtype: torch.dtype, scaled: bool, path: Path | str) -> None:
-    """Check that a weight in FP8 has scales, and no other. `scaled`: whether it has."""
-    if (dtype == E4M3) != scaled:
+def check_pair(
+    name: str, dtype: torch.dtype, names: Collection[str], path: Path | str, needed: bool
+) -> None:
+    """Check that a weight in FP8 has scales, and no other. `names`: of all tensors; `needed`: it
+    has to be in FP8.
+    """
+    scaled = scale_name(name) in names
+    if (dtype == E4M3) != scaled or (needed and not scaled):
         has = "and scales" if scaled else f"and no tensor {scale_name(name)!r}"
         raise ModelError(
             f"{path}: tensor {name!r} has dtype {dtype} {has}; values in {E4M3} and their scales "
-            "belong together: download the checkpoint again"
+            "belong together: download the checkpoint again, or correct 'modules_to_not_convert' "
+            "in config.json"
         )
 
 

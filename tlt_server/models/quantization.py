@@ -78,7 +78,7 @@ def parse_quantization(raw: dict[str, Any], layers: int, source: str) -> Quantiz
             if name != "quant_method":
                 what += f" with {name} {found!r}"
             raise _refused(source, f"{what}, expected {name} {wanted!r}")
-    named = given.get("modules_to_not_convert") or []
+    named = given.get("modules_to_not_convert") or given.get("ignored_layers") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise _refused(source, f"'modules_to_not_convert' is {named!r}, expected names of modules")
     kept = set[str]()

@@ -6,7 +6,9 @@ it without a start.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -98,6 +100,22 @@ def needs_of(
     exchange = exchange_bytes(settings, target.config, shapes)
     width = target.feature_width
     return Needs.of(settings, target.own_config, drafter, weights, width, part, exchange)
+
+
+class VersionBytes(NamedTuple):
+    """The memory of one version of a rank's target."""
+
+    all: int
+    read: int  # by every step: all but an embedding with a head of its own
+
+
+def version_bytes(settings: DecidedSettings, config: ModelConfig) -> VersionBytes:
+    nowhere = placement_on(torch.device("meta"), settings)
+    alone = replace(settings, drafter="none")
+    target, _ = empty_networks(alone, config, nowhere, gpu_split(settings, config))
+    each = {name: first_piece(stored).nbytes for name, stored in target.parameters().items()}
+    embedding = 0 if config.tied_embeddings else each["model.embed_tokens.weight"]
+    return VersionBytes(sum(each.values()), sum(each.values()) - embedding)
 
 
 def needs_at(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) -> Needs:
