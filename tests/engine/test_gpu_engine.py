@@ -429,7 +429,8 @@ def test_new_adapter_takes_a_slot_after_in_flight_steps(engine: Pushable, twin: 
 def test_matmul_kernels_are_named_in_the_engines_choices(
     settings: EngineSettings, engine: Pushable
 ) -> None:
-    why = "portable: the type is float32, and the streaming kernel is for bfloat16"
+    kernel = "the streaming kernel is for bfloat16 and FP8"
+    why = f"portable: the type is float32, and {kernel}"
     assert engine.info.products == why
     said = {}
     assemble(settings, on_phase=lambda name, seconds, detail: said.update({name: detail}))

@@ -28,7 +28,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import read_tensor
 from tlt_server.models.quantised import QuantisedTensor
 from tlt_server.models.quantization import Quantization
-from tlt_server.models.shards import check_ranks, widths
+from tlt_server.models.shards import check_ranks, stored_bytes, widths
 from tlt_server.wire.records import Strategy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
@@ -162,6 +162,7 @@ def test_storage_of_a_target_is_values_and_scales(engine: Pushable) -> None:
     parameters = network.parameters()
     quantised = {name for name, each in parameters.items() if isinstance(each, QuantisedTensor)}
     assert len(quantised) == 7 * network.config.layers
+    assert stored_bytes(parameters) == sum(each.nbytes for each in network.storage())
     other = network.blank()
     assert [each.shape for each in other.storage()] == [each.shape for each in network.storage()]
 
