@@ -165,10 +165,8 @@ def _attend_rows(
             page_table + batch_slot * pages,
             path + row * depth,
         )
-        k_scale, v_scale = (
-            scales_of(k_scales, head * kv_slots),
-            scales_of(v_scales, head * kv_slots),
-        )
+        k_scale = scales_of(k_scales, head * kv_slots)
+        v_scale = scales_of(v_scales, head * kv_slots)
         kv_slot_T = row_kv_slots(table, own, base, begin, end, FIRST, PAGE)
         if not TILES:
             pdl_wait()

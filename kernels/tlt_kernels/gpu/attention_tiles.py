@@ -156,10 +156,8 @@ def attend_tiles(
             v_cache + head * D,
             page_table + batch_slot * pages,
         )
-        k_scale, v_scale = (
-            scales_of(k_scales, head * kv_slots),
-            scales_of(v_scales, head * kv_slots),
-        )
+        k_scale = scales_of(k_scales, head * kv_slots)
+        v_scale = scales_of(v_scales, head * kv_slots)
         kv_slot_T = paged_kv_slots(table, begin, end, PAGE)
         whole = tl.min(tl.where(member_M, position_M, end), axis=0) + 1
         whole = tl.maximum(

@@ -246,14 +246,16 @@ def _add_halves(
 @gluon.jit
 def _park(acc, out_PMN, M, N, m, n, s, zero):
     """Store the sum of a leaf where the sum of both will be: there are no registers for both."""
-    at, mask = target(out_PMN, M, N, m, n, s, zero, acc.shape[0], acc.shape[1], acc.type.layout)
+    TO: gl.constexpr = acc.type.layout
+    at, mask = target(out_PMN, M, N, m, n, s, zero, acc.shape[0], acc.shape[1], TO)
     gl.store(at, acc, mask=mask)
 
 
 @gluon.jit
 def _add_parked(acc, out_PMN, M, N, m, n, s, zero):
     """Add what this thread parked."""
-    at, mask = target(out_PMN, M, N, m, n, s, zero, acc.shape[0], acc.shape[1], acc.type.layout)
+    TO: gl.constexpr = acc.type.layout
+    at, mask = target(out_PMN, M, N, m, n, s, zero, acc.shape[0], acc.shape[1], TO)
     return gl.load(at, mask=mask, other=0.0) + acc
 
 

@@ -23,8 +23,8 @@ from tlt_kernels.gpu.target import INTERPRETED, PDL, pdl_launch, pdl_wait
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 ROW_UNIT = 32  # rows of scales that a copy takes at least: 128 bytes
-MANY_ROWS = 64  # with more there are enough programs without small ones
 _BLOCK = tl.constexpr(BLOCK)
+_SECTOR = 8  # rows whose scales a memory transaction writes together
 
 
 class Matrix(NamedTuple):
@@ -131,17 +131,19 @@ def put_heads(
     tl.store(scales_GW + g_B * W + row_B, scale_B, mask_B)
 
 
-@triton.jit
-def _quantise(x_MK, values_MK, scales_GW, K, W, BLOCKS: tl.constexpr):
+@triton.jit(do_not_specialize=["M"])
+def _quantise(x_MK, values_MK, scales_GW, M, K, W, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Quantise ROWS rows of GROUPS groups of 128 per program."""
     pdl_launch()
-    m, g_B = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    k_B128 = g_B[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    at = m.to(tl.int64) * K
+    i = tl.arange(0, ROWS * GROUPS)
+    row, g = tl.program_id(0) * ROWS + i % ROWS, tl.program_id(1) * GROUPS + i // ROWS
+    inside = (row < M) & (g * _BLOCK < K)
+    at = row.to(tl.int64)[:, None] * K + (g * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :]
     pdl_wait()
-    x_B128 = tl.load(x_MK + at + k_B128, mask=k_B128 < K, other=0.0)
-    value_B128, scale_B = quantised(x_B128, x_MK, BLOCKS)
-    tl.store(values_MK + at + k_B128, value_B128, mask=k_B128 < K)
-    tl.store(scales_GW + g_B * W + m, scale_B, mask=g_B < K // _BLOCK)
+    x = tl.load(x_MK + at, inside[:, None], 0.0)
+    values, scale = quantised(x, x_MK, ROWS * GROUPS)
+    tl.store(values_MK + at, values, inside[:, None])
+    tl.store(scales_GW + g * W + row, scale, inside)
 
 
 def empty_rows(rows: int, inputs: int, device: torch.device) -> Quantised:
@@ -160,9 +162,9 @@ def quantise_rows(x_MK: Tensor) -> Quantised:
     out = empty_rows(rows, inputs, x_MK.device)
     assert x_MK.is_contiguous()
     if rows:
-        warps = 4 if rows > MANY_ROWS else 1
-        blocks = 4 * warps  # a thread has 16 values
-        _quantise[(rows, triton.cdiv(inputs, blocks * BLOCK))](
-            x_MK, *out, inputs, out.scales_GW.shape[1], blocks, num_warps=warps, **PDL
+        together, groups = (1, 16) if rows < 2 * _SECTOR else (_SECTOR, 4)
+        grid = triton.cdiv(rows, together), triton.cdiv(inputs // BLOCK, groups)
+        _quantise[grid](
+            x_MK, *out, rows, inputs, out.scales_GW.shape[1], together, groups, num_warps=4, **PDL
         )
     return out
