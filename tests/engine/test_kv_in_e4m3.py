@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +22,15 @@ from tests.engine.gpu_engine import (
     on_cpu,
     request,
 )
-from tests.engine.pushing import Pushable
+from tests.engine.halting import done
+from tests.engine.pushing import Pushable, cpu_settings
+from tests.engine.tiny import write_target
+from tests.engine.two_ranks import two_ranks
 from tlt_kernels.reference import quantise_heads
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.layers import rounded_heads
+from tlt_server.wire.commands import Sleep, WakeUp
 from tlt_server.wire.records import Strategy
 
 TREE, CHAIN = Strategy("eagle", 3, 2, 6), Strategy("eagle", 3, 1, 4)
@@ -73,6 +78,35 @@ def test_chunks_company_and_preemption_change_no_bit_of_e4m3(
     other = ran(replace(drafting(settings, "eagle", 3, 1, 4), **changes), CHAIN)
     assert bits(other, IDS) == bits(engine, IDS)
     assert (other.engine.gauges()["preemptions"] > 0) == ("pages" in changes)
+
+
+def test_e4m3_of_mixed_versions_comes_back_after_a_sleep(settings: EngineSettings) -> None:
+    """No single version could compute it again, so it is copied out and back."""
+    found = []
+    for sleeps in (False, True):
+        engine = Pushable(settings)
+        assert (
+            engine.push(Path(str(settings.weight_root)) / "new", "v1", commit=False).result
+            == "staged"
+        )
+        engine.submit(*REQUESTS)
+        engine.step(4)
+        assert engine.commit("v1").result == "committed"
+        if sleeps:
+            done(engine, Sleep("s", ("kv_cache",)))
+            done(engine, WakeUp("w", ("kv_cache",)))
+        engine.finish()
+        assert [version for version, *_ in engine.spans("r1")] == ["initial", "v1"]
+        found.append(bits(engine, IDS))
+    assert found[0] == found[1]
+
+
+def test_two_ranks_round_to_the_bits_of_one(tmp_path: Path) -> None:
+    write_target(tmp_path / "base")
+    settings = cpu_settings(tmp_path / "base", reduction_leaves=2, kv_cache_dtype="fp8_e4m3")
+    with two_ranks(settings) as both:
+        both.run(*REQUESTS)
+        assert bits(both, IDS) == bits(ran(settings), IDS)
 
 
 def test_heads_are_rounded_as_the_twin_quantises_them() -> None:
