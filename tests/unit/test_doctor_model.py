@@ -373,10 +373,12 @@ def test_doctor_reports_bytes_of_a_version(card: None, monkeypatch: pytest.Monke
     monkeypatch.setattr(model, "memory_speed", lambda: 2e12)
     plain = found(model.memory, configured(drafter="none")).found
     quantised = found(model.memory, configured(drafter="none", quantization="fp8")).found
-    both = re.search(r"target has (\d+) MiB, (\d+) MiB with --quantization fp8; a step", plain)
+    both = re.search(r"target has (\d+) MiB, (\d+) MiB with --quantization fp8; pushed", plain)
     assert both is not None and int(both[1]) > 1.6 * int(both[2])
-    assert f"target has {both[2]} MiB; a step takes at least 0.00 ms" in quantised
+    assert f"target has {both[2]} MiB; pushed" in quantised
+    assert "a step takes at least 0.00 ms" in quantised
     assert "at 2.0 TB/s" in quantised
+    assert re.search(r"pushed versions on the GPU would leave \d+ pages of KV", plain)
     assert "FP8 weights" in found(model.device, configured(quantization="fp8")).found
 
 

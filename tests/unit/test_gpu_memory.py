@@ -409,6 +409,19 @@ def test_trainers_memory_share_is_reserved() -> None:
     assert "16.0 GiB to train the drafter" in message and OFF in message
 
 
+def test_memory_refusal_names_fp8_where_it_fits() -> None:
+    given = settings(weight_root="/w", reduction_leaves=4, quantization="none")
+    own = needs(given)
+    halved = own._replace(weights=own.weights * 8 // 15)  # the embedding and the head stay
+    in_fp8 = Wider(replace(given, quantization="fp8"), halved)
+    with pytest.raises(StartupError) as said:
+        check_plan(plan(given, 30 * GIB), lambda: [*wider(given, 2, 4), in_fp8])
+    assert said.value.message.endswith(
+        "set tensor_parallel to 2, on 2 GPUs, or set quantization to fp8 (halves the target's "
+        "linear maps)"
+    )
+
+
 def test_oversized_weights_are_refused_by_the_memory_plan() -> None:
     given = settings(reduction_leaves=4)
     loaded = needs(given).loaded

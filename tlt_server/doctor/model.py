@@ -18,7 +18,7 @@ from tlt_server.doctor.checks import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, gpu_split, look
 from tlt_server.engine.devices.sizing import training_share
 from tlt_server.engine.gpu.memory.budget import MemoryPlan, size
-from tlt_server.engine.gpu.start.planning import plan_start, shapes_of, version_bytes
+from tlt_server.engine.gpu.start.planning import in_fp8, plan_start, shapes_of, version_bytes
 from tlt_server.engine.sampling.lexers import LIMIT as GRAMMARS
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.start.checkpoints import (
@@ -28,10 +28,9 @@ from tlt_server.engine.start.checkpoints import (
     empty_model,
     kv_bytes,
 )
-from tlt_server.errors import ModelError, StartupError
+from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
 from tlt_server.models.shards import Stored, rank_config, stored_bytes
 from tlt_server.models.split import Split
@@ -199,7 +198,7 @@ def _gpu_memory(config: Config) -> Finding:
         with contextlib.suppress(StartupError):
             planned(replace(settings, tensor_parallel=1))
             found += f"; {COST}"
-    found += f"; {_versions(settings, model)}"
+    found += f"; {_versions(plan, model)}"
     found += f"; {GRAMMARS / GIB:.2f} GiB of grammars in the host's memory"
     if directory is None or not plan.needs.per_state:
         return ok(found)
@@ -210,15 +209,19 @@ def _gpu_memory(config: Config) -> Finding:
     return ok(found + share.describe(device))
 
 
-def _versions(settings: DecidedSettings, model: ModelConfig) -> str:
-    """Return the size of a version of the weights, and the time to read it once."""
+def _versions(plan: MemoryPlan, model: ModelConfig) -> str:
+    """Return the size of a version of the weights, what a pushed one and the one before would leave
+    of the KV, and the time to read one.
+    """
+    settings = plan.settings
     own = version_bytes(settings, model)
     found = f"a version of the target has {size(own.all)}"
-    if settings.quantization == "none" and settings.dtype == "bfloat16":
-        with contextlib.suppress(ModelError):
-            halved = model.stored_as("fp8", str(settings.model))
-            check_shape(halved, halved.layer_shape, str(settings.model))
-            found += f", {size(version_bytes(settings, halved).all)} with --quantization fp8"
+    if halved := in_fp8(settings, model):
+        found += f", {size(version_bytes(settings, halved).all)} with --quantization fp8"
+    if not plan.staging:
+        pushed = plan.changed("free", plan.free - 2 * plan.needs.weights)
+        left = f"{pushed.pages} pages of KV" if pushed.fits else "too little KV"
+        found += f"; pushed versions on the GPU would leave {left}"
     if speed := memory_speed():
         found += (
             f"; a step takes at least {1e3 * own.read / speed:.2f} ms, in which the GPU's memory "

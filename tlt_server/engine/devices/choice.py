@@ -251,7 +251,7 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceCho
             f"drafter_quantization is fp8 and dtype {suited.dtype}: what is computed with FP8 "
             "weights is in bfloat16; use dtype bfloat16, or drafter_quantization none"
         )
-    _check_gpu_leaves(suited, config)
+    check_gpu_leaves(suited, config)
     if suited.attention == "torch" and suited.graphs:
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
         suited = replace(suited, graphs=False)
@@ -277,7 +277,7 @@ def for_interpreter(settings: EngineSettings, model: ModelFacts) -> DeviceChoice
         max_running=8,
         max_rows=64,
     )
-    _check_gpu_leaves(suited, config)
+    check_gpu_leaves(suited, config)
     return DeviceChoice(replace(suited, graphs=False), {})
 
 
@@ -365,7 +365,7 @@ def wider_settings(settings: DecidedSettings, config: ModelConfig) -> list[Decid
     ]
 
 
-def _check_gpu_leaves(settings: DecidedSettings, config: ModelConfig) -> None:
+def check_gpu_leaves(settings: DecidedSettings, config: ModelConfig) -> None:
     """Raise `StartupError` for reduction segments that GPUs cannot cut this model into."""
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
     # Two leaves of one rank may have any lengths, but not in FP8.

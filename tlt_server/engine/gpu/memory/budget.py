@@ -87,7 +87,7 @@ class Needs(NamedTuple):
 
 
 class Wider(NamedTuple):
-    """A larger width that the model supports, and the needs of each rank at that width."""
+    """A larger width that the model supports, or FP8, and the needs of each rank with it."""
 
     settings: DecidedSettings
     needs: Needs

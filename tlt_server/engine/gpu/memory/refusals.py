@@ -115,14 +115,22 @@ def _remedies(plan: MemoryPlan, rows: Sequence[Row], wider: Sequence[Wider]) -> 
         if fitting := bisect_left(row.values, True, key=lacks):
             found.append(row.remedy.format(row.setting, row.values[fitting - 1]))
         names.append(NAMES.get(row.remedy, row.setting))
-    widened = [plan.widened(each) for each in wider]
-    fit = [widen(plan.settings, each.settings) for each in widened if each.fits][:1]
+    widened, offered = [plan.widened(each) for each in wider], dict[str, str]()
+    for each in widened:
+        if each.fits:
+            offered.setdefault(_changed(plan, each), widen(plan.settings, each.settings))
+    fit = [*offered.values()]
     if plan.settings.dtype == "float32" and plan.halved.fits:
         fit.append("set dtype to bfloat16 (halves the weights)")
-    names += ["tensor_parallel"] * bool(widened)
+    names += dict.fromkeys(_changed(plan, each) for each in widened)
     makes_room = any(_smallest(each).fits for each in (plan, *widened))
     several = [f"change several of {', '.join(names)}"] if makes_room else []
     return [*found, *fit] or [*several, SMALLER]
+
+
+def _changed(now: MemoryPlan, wider: MemoryPlan) -> str:
+    same = wider.settings.quantization == now.settings.quantization
+    return "tensor_parallel" if same else "quantization"
 
 
 def _smallest(plan: MemoryPlan) -> MemoryPlan:
@@ -133,9 +141,11 @@ def _smallest(plan: MemoryPlan) -> MemoryPlan:
 
 
 def widen(now: DecidedSettings, wider: DecidedSettings) -> str:
-    """Name a larger width. It changes the reduction segments only if there would be fewer segments
-    than ranks.
+    """Name a larger width, or FP8. A width changes the reduction segments only if there would be
+    fewer segments than ranks.
     """
+    if wider.quantization != now.quantization:
+        return "set quantization to fp8 (halves the target's linear maps)"
     leaves = " and reduction_leaves" if now.reduction_leaves != wider.reduction_leaves else ""
     ranks = wider.tensor_parallel
     return f"set tensor_parallel{leaves} to {ranks}, on {ranks} GPUs"

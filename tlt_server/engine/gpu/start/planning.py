@@ -16,7 +16,7 @@ from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.children import candidate_words
 from tlt_kernels.gpu.exchange import WindowSizes, landing_floats, window_bytes
 from tlt_kernels.gpu.sampling import block_words, blocks_of_rank
-from tlt_server.engine.devices.choice import gpu_split, wider_settings
+from tlt_server.engine.devices.choice import check_gpu_leaves, gpu_split, wider_settings
 from tlt_server.engine.gpu.memory.budget import MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.memory.refusals import check_plan
 from tlt_server.engine.gpu.steps.buckets import (
@@ -29,9 +29,11 @@ from tlt_server.engine.gpu.steps.buckets import (
     sampled_rows,
 )
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder, shards
 from tlt_server.models.gpu.eagle import spread_drafter
+from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import MATMULS
 from tlt_server.models.gpu.placement import Placement
 from tlt_server.models.gpu.sums import room_floats
@@ -126,9 +128,28 @@ def needs_at(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) -> 
 
 
 def needs_wider(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) -> list[Wider]:
-    return [
+    """Return the needs at every larger width, then those in FP8 where that is possible."""
+    found = [
         Wider(wide, needs_at(wide, config, shapes)) for wide in wider_settings(settings, config)
     ]
+    halved = in_fp8(settings, config)
+    if halved is not None:
+        quantised = replace(settings, quantization="fp8")
+        found.append(Wider(quantised, needs_at(quantised, halved, shapes)))
+    return found
+
+
+def in_fp8(settings: DecidedSettings, config: ModelConfig) -> ModelConfig | None:
+    """Return the config in FP8; None if it is already, or cannot be."""
+    if settings.quantization == "fp8" or settings.dtype != "bfloat16":
+        return None
+    halved = config.stored_as("fp8", str(settings.model))
+    try:
+        check_shape(halved, halved.layer_shape, str(settings.model))
+        check_gpu_leaves(settings, halved)
+    except (ModelError, StartupError):
+        return None
+    return halved
 
 
 def plan_start(
