@@ -5,7 +5,6 @@ the weights in use when nothing is staged.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.engine.fp8 import BLOCKS, effective_sums, in_halves, is_map
+from tests.engine.fp8 import BLOCKS, effective_sums, in_halves, is_map, save_in_fp8
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, cpu_settings, perturbed, small_request, why
 from tests.engine.tiny import write_eagle, write_target
 from tlt_client.channels.checkpoint import INDEX
 from tlt_client.quantise import SCALE_SUFFIX
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.models.quantization import FORM
 from tlt_server.weights import handover
 from tlt_server.weights.checksums import checksum
 from tlt_server.wire.commands import HandOver, ReadWeights, Sleep, WakeUp
@@ -43,14 +41,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     perturbed(root / "drafter", root / "new-drafter", 3)
     save_in_fp8(root / "new", root / "new-fp8")
     return root
-
-
-def save_in_fp8(source: Path, directory: Path) -> None:
-    """Write the checkpoint in the standard layout of FP8."""
-    shutil.copytree(source, directory)
-    save_file(in_halves(load_file(source / SINGLE)), directory / SINGLE)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": FORM}))
 
 
 def settings_of(root: Path, state: Path | None = None, **fields: object) -> EngineSettings:

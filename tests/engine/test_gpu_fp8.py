@@ -11,13 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.adapters import write_adapter
 from tests.engine.fast_interpreter import patched_once
+from tests.engine.fp8 import effective_sums, save_in_fp8
 from tests.engine.gpu_engine import bits, choose
-from tests.engine.pushing import Pushable, perturbed
+from tests.engine.pushing import Pushable, perturbed, why
 from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.two_ranks import two_ranks
+from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.quantise import effective_checksum
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.quantise import Quantised, quantise_rows
@@ -129,6 +132,23 @@ def test_pushed_versions_are_swapped_and_come_back(
         assert live.live_sums()[name] == effective_checksum(read_tensor(directory, name))
         engine.run(*REQUESTS)
         assert (bits(engine, IDS) == plain) == (directory == TARGET)
+
+
+def test_values_with_scales_give_the_version_of_bfloat16(
+    engine: Pushable, settings: EngineSettings, tmp_path: Path
+) -> None:
+    """Both one rank and two find the same checksums."""
+    new = perturbed(TARGET, tmp_path / "new", 5)
+    quantised = save_in_fp8(new, Path(str(settings.weight_root)) / "in-fp8")
+    wanted = effective_sums(load_file(new / SINGLE))
+    with two_ranks(settings) as shared:
+        for each in (engine, shared):
+            before = each.checksums()
+            report = each.push(quantised, "fp8")
+            assert report.result == "committed", why(report)
+            sums = each.checksums()
+            assert {name: sums[name] for name in wanted} == wanted
+            assert each.roll_back().result == "rolled_back" and each.checksums() == before
 
 
 def test_a_layer_quantises_one_input_by_a_kernel_of_its_own(
