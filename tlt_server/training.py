@@ -25,6 +25,7 @@ from tlt_server.settings.server import available_processors
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.trainer.process.main import MAX_REPORT
 from tlt_server.trainer.process.schedule import MODES
+from tlt_server.wire.kept import FORM
 from tlt_server.wire.training import TrainerSettings
 
 TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process.main")
@@ -81,7 +82,7 @@ async def _launch_trainer(
         *TRAINER, stdin=PIPE, stdout=PIPE, env=environment, limit=MAX_REPORT
     )
     assert process.stdin is not None
-    drafter = weights_directory(config.drafter)
+    drafter, is_open = weights_directory(config.drafter), config.drafter_quantization is None
     settings = TrainerSettings(
         ring=str(directory / RING),
         model=str(config.model.resolve()),
@@ -98,6 +99,8 @@ async def _launch_trainer(
         numerics=config.numerics,
         threads=mode.threads(available_processors(), config.threads),
         shares=mode.shares,
+        drafter=str(drafter.resolve()) if drafter else "",
+        form=str(config.state_dir.resolve() / FORM) if config.state_dir and is_open else "",
         checkpoints=str((config.state_dir or directory).resolve() / CHECKPOINTS),
     )
     with contextlib.suppress(ConnectionError):

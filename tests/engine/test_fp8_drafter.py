@@ -17,6 +17,7 @@ from tests.engine.test_recorded_sequences import Recording, asked
 from tests.engine.test_resumed_training import new_work
 from tests.engine.weight_cases import request, root, settings
 from tlt_client.quantise import quantise
+from tlt_server.__main__ import main
 from tlt_server.bench.recording import recorded
 from tlt_server.bench.replaying.names import parse_policy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
@@ -24,8 +25,12 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError
 from tlt_server.speculation.calibration import Calibration
 from tlt_server.speculation.recorded import RolloutRecord
+from tlt_server.trainer.process.trial import Trial
 from tlt_server.trainer.process.work import DrafterWork
+from tlt_server.trainer.recording.state_store import StateStore
+from tlt_server.trainer.replaying.evaluate import ReplayStage, Task, evaluate
 from tlt_server.trainer.replaying.handed import Handed, digest_of
+from tlt_server.trainer.replaying.plans import PinnedPlan
 from tlt_server.trainer.replaying.replay import ReplayedDrafter
 from tlt_server.trainer.target.prefill import CpuPrefill
 from tlt_server.trainer.target.recompute import RecomputedFeatures
@@ -86,14 +91,18 @@ def test_checksums_tell_of_damaged_fp8_values(in_fp8: EngineSettings) -> None:
     assert {name for name in before if before[name] != after[name]} == {"draft.lm_head.weight"}
 
 
-@pytest.fixture(scope="module")
-def record() -> RolloutRecord:
+def rollout(count: int, **stored: str) -> RolloutRecord:
     sizes = {"threads": 2, "kv_memory_mb": 256, "max_running": 32, "max_model_len": 256}
-    how = cpu_settings(TARGET, DRAFTER, sd_canary=0.0, drafter_quantization="fp8", **sizes)
-    problems = problems_as_requests(TARGET, 8, group=2, seed=3, max_tokens=96)
+    how = cpu_settings(TARGET, DRAFTER, sd_canary=0.0, **sizes, **stored)
+    problems = problems_as_requests(TARGET, count, group=2, seed=3, max_tokens=96)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Calibration, "observe", lambda *arguments: None)
         return recorded(how, problems, [parse_policy(name) for name in RUNS[-2:]], [])
+
+
+@pytest.fixture(scope="module")
+def record() -> RolloutRecord:
+    return rollout(8, drafter_quantization="fp8")
 
 
 def test_only_a_replay_in_fp8_repeats_the_counts(record: RolloutRecord) -> None:
@@ -103,6 +112,20 @@ def test_only_a_replay_in_fp8_repeats_the_counts(record: RolloutRecord) -> None:
     found = checked(record, drafter, source)
     assert found.compared > 100 and not found.different
     assert checked(record, ReplayedDrafter.load(DRAFTER, target), source).different
+
+
+@pytest.mark.parametrize("target", ["none", "fp8"])
+def test_evaluation_replays_in_the_recorded_form(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = rollout(2, quantization=target, drafter_quantization="fp8")
+    record.save(tmp_path / "record.safetensors")
+    command = ["drafter", "evaluate", "--record", str(tmp_path / "record.safetensors")]
+    command += ["--target", str(TARGET), "--drafter", str(DRAFTER), "--device", "cpu"]
+    command.append("--self-check")
+    assert main(command) == 0
+    assert main([*command, "--drafter-quantization", "none"]) == 1
+    capsys.readouterr()
 
 
 def test_restart_with_another_form_keeps_a_pushed_drafter(
@@ -165,3 +188,23 @@ def test_records_and_knowledge_name_the_form(in_fp8: EngineSettings, tmp_path: P
     assert any(name.startswith("initial@fp8#") for name in drafted)
     assert drafted <= {name for name in drafted if name.startswith("initial@fp8")} | {""}
     assert engine.engine.choice.knowledge.weights.drafter.endswith("@fp8")
+
+
+def test_form_is_judged_on_the_prompts_of_a_trial(record: RolloutRecord, tmp_path: Path) -> None:
+    target, samples = target_of(TARGET, DRAFTER), record.samples
+    source, drafter = RecomputedFeatures(CpuPrefill(target)), ReplayedDrafter.load(DRAFTER, target)
+    embedding_VH = target.embedding_VH
+    handed = Handed("initial", "initial", embedding_VH, embedding_VH, target, DRAFTER, drafter)
+    trial = Trial(handed, tmp_path, 1, 0, StateStore(0, 0), target.vocab_size, None, {})
+    trial._source = source
+    task = Task(drafter, PinnedPlan(trial._strategy))
+    walked = evaluate(samples.responses, range(len(samples)), [task], ReplayStage(source))
+    trial._judged, trial._walked = [samples], [walked * 2]
+    judging = trial.judge_form()
+    with pytest.raises(StopIteration) as ended:
+        while True:
+            next(judging)
+    test = ended.value.value
+    (replay,) = trial._stage._replays.values()
+    assert replay.drafter.weights.network.quantization == "fp8"
+    assert abs(test.lost.value) < 0.1 and not test.passed, "a few prompts are too few"

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.engine.fast_interpreter import patched_once
-from tests.engine.gpu_engine import bits
+from tests.engine.gpu_engine import bits, interpreted, request
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.ranks_of_tests import run_rank_of_tests
+from tests.engine.tiny import Shape, write_eagle1, write_target
 from tests.engine.two_ranks import two_ranks
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
@@ -83,3 +84,19 @@ def test_two_ranks_draft_as_one_in_fp8(settings: EngineSettings, how: str) -> No
     with two_ranks(replace(settings, drafter_parallel=how)) as shared:
         assert ran(shared) == found
         assert shared.checksums() == Pushable(settings).checksums()
+
+
+def test_eagle1_in_fp8_changes_no_token(tmp_path: Path) -> None:
+    shape = Shape(vocab=64, hidden=128, layers=2, head_dim=128, mlp=128, features=(1, 0, 1))
+    write_target(tmp_path / "base", shape=shape)
+    write_eagle1(tmp_path / "drafter", tmp_path / "base", shape=shape)
+    given = replace(
+        interpreted(tmp_path), policy="fixed", sd_strategy="eagle:2x1x3", max_running=2, max_rows=16
+    )
+    asked = [request(i) for i in range(2)]
+    with patched_once():
+        plain, engine = Pushable(given), Pushable(replace(given, drafter_quantization="fp8"))
+        for each in (plain, engine):
+            each.run(*asked)
+    ids = [each.id for each in asked]
+    assert bits(engine, ids) == bits(plain, ids) and engine.checksums() == plain.checksums()

@@ -80,6 +80,7 @@ INIT = (
 TRAIN = (
     *PAIR,
     flag("--drafter DIR", "drafter to start from; `tlt drafter init` writes one", required=True),
+    flag("--quantization none|fp8", "in which --target is served [default the checkpoint's]"),
     flag(
         "--data FILE",
         "segments of a server (.segment), rollouts of `tlt bench record` (.safetensors), or "

@@ -126,7 +126,8 @@ def loaded(
     quantization: QuantizationName = "none",
 ) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
     """Load the target and these drafters, which must read the same layers."""
-    config = ModelConfig.read(args.target)
+    served = record.described.get("fingerprint", {}).get("quantization")
+    config = ModelConfig.read(args.target).stored_as(served, str(args.target))
     target = load_prefill(
         args.target,
         device,

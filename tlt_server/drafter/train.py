@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--stop-at needs responses to replay: name some that are not trained on as --record"
         )
     config = ModelConfig.read(arguments.target)
+    config = config.stored_as(arguments.quantization, str(arguments.target))
     documents = read_documents(
         arguments.data, TargetLimits(config.vocab_size, config.max_position), arguments.target
     )

@@ -74,6 +74,7 @@ class WeightMetrics:
         for role, result in itertools.product(ROLES, PUSH_RESULTS):
             self._pushes.labels(role, result)
         self._live = ("", "")  # target's and drafter's version
+        self._drafting = ("", "")  # the drafter's version and quantization
 
     def reported(self, report: WeightReport) -> None:
         self._quarantined.set(bool(report.state.quarantined))
@@ -109,9 +110,11 @@ class WeightMetrics:
         """Show the live versions, and the time of their last change. `quantization`: the
         drafter's.
         """
-        self._drafter.clear()
-        if drafter:
-            self._drafter.labels(drafter, quantization).set(1)
+        if (drafter, quantization) != self._drafting:
+            self._drafting = drafter, quantization
+            self._drafter.clear()
+            if drafter:
+                self._drafter.labels(drafter, quantization).set(1)
         if (target, drafter) == self._live:
             return
         since, before, self._live = time.monotonic(), self._live, (target, drafter)

@@ -97,7 +97,8 @@ class SharedSettings:
     where that is faster. Tokens are the same."""
     drafter_quantization: Annotated[QuantizationName | None, Doc("name", auto=True)] = None
     """Form in which the drafter's linear maps are kept: none, or fp8, into which a drafter is
-    quantised as it loads. Tokens are the same."""
+    quantised as it loads. Tokens are the same. auto is none; with drafter_training and a state_dir
+    it is fp8 from the start on after replays on a GPU lost less than 0.5 % of the accept length."""
     threads: Annotated[int | None, Doc("threads", 1, 1024, auto=True)] = None
     """Compute threads of the engine; auto is the processors this process may use."""
 

@@ -35,6 +35,8 @@ class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     memory: int = 0  # bytes to train in; 0: what the longest packs need
     numerics: str = "strict"  # the engine's
     threads: int = 1
+    drafter: str = ""  # the directory the server was started with
+    form: str = ""  # file for a `kept.DrafterForm`; empty: the quantization is settled
     shares: bool = False  # it runs on the engine's GPU while the engine does
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tlt_client.quantise import BLOCK
 from tlt_server.attention import BACKENDS, GPU_BACKENDS
-from tlt_server.engine.devices.training import OtherGpu, Place, training_device
+from tlt_server.engine.devices.training import OtherGpu, Place, training_device, with_form
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -146,7 +146,7 @@ def choose(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoic
     own = settings.tensor_parallel > 1 and settings.weight_staging is None
     staging = "device" if own else settings.weight_staging
     decided = replace(chosen.settings, drafter_training_device=device, weight_staging=staging)
-    return DeviceChoice(decided, reasons)
+    return DeviceChoice(*with_form(settings, decided, reasons))
 
 
 def _computing(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:

@@ -7,14 +7,17 @@ device rounds otherwise, so the trainer has one of the engine's kind, or there i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from tlt_server.engine.devices.sizing import Drafting, training_share
-from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.process.machine import pipe_directory
+from tlt_server.wire.kept import FORM, read_form
 
 KIND = (
     "the self-check of a drafter repeats the server's own counts only on a device of the engine's "
@@ -50,6 +53,23 @@ def training_device(mode: str, place: Place) -> str:
     none.
     """
     return MODES[mode](place)
+
+
+def with_form(
+    settings: EngineSettings, decided: DecidedSettings, reasons: dict[str, str]
+) -> tuple[DecidedSettings, dict[str, str]]:
+    """Return both with the drafter in FP8, where auto is left the choice and the trainer has found
+    that it may be.
+    """
+    drafter, state = settings.drafter_directory, settings.state_dir
+    can = decided.device == "cuda" and decided.dtype == "bfloat16"
+    if settings.drafter_quantization is not None or drafter is None or state is None or not can:
+        return decided, reasons
+    if (form := read_form(Path(state) / FORM, drafter)) is None:
+        return decided, reasons
+    said = f"fp8: in replays it lost {form.lost:.1%} of the accept length"
+    decided = replace(decided, drafter_quantization="fp8")
+    return decided, {**reasons, "drafter_quantization": said}
 
 
 def describe_share(settings: DecidedSettings, drafter: Drafting) -> str:

@@ -149,19 +149,19 @@ def paired(base: ByResponse, other: ByResponse, group_N: NDArray[np.int32]) -> P
     count_G = summed(np.ones(len(both)))
     timed = bool(np.isfinite(before_N).all() and np.isfinite(after_N).all() and len(both))
     return Paired(
-        _bootstrap(
+        bootstrap(
             lambda w: (w @ other_tokens_G) / (w @ other_G) - (w @ tokens_G) / (w @ base_G),
             len(groups),
         ),
-        _bootstrap(lambda w: (w @ gain_G) / (w @ count_G), len(groups)),
-        _bootstrap(lambda w: 1 - (w @ other_G) / (w @ base_G), len(groups)),
-        _bootstrap(lambda w: 1 - (w @ summed(after_N)) / (w @ summed(before_N)), len(groups))
+        bootstrap(lambda w: (w @ gain_G) / (w @ count_G), len(groups)),
+        bootstrap(lambda w: 1 - (w @ other_G) / (w @ base_G), len(groups)),
+        bootstrap(lambda w: 1 - (w @ summed(after_N)) / (w @ summed(before_N)), len(groups))
         if timed
         else None,
     )
 
 
-def _bootstrap(figure: Any, groups: int) -> Interval:
+def bootstrap(figure: Any, groups: int) -> Interval:
     """Return a figure of weights [K, G], with the interval from resampled groups."""
     if not groups:
         return Interval(float("nan"), float("nan"), float("nan"))

@@ -26,6 +26,7 @@ from tlt_server.samples.samples import SampleSet
 from tlt_server.samples.segments import Recorded
 from tlt_server.trainer.judging import figures
 from tlt_server.trainer.judging.adoption_test import AdoptionTest
+from tlt_server.trainer.judging.form_test import FormTest
 from tlt_server.trainer.learning.network import TrainableDrafter
 from tlt_server.trainer.process.spot import Round, RoundEnd
 from tlt_server.trainer.recording.recorded import CapturedFeatures
@@ -69,9 +70,10 @@ class Trial:
         self._vocab_size, self._checked, self._tables = vocab_size, checked, tables
         self._strategy = usual_tree(handed.in_force.kind)
         source = CapturedFeatures(states, handed.target_version, handed.frame.feature_width)
-        self._stage = ReplayStage(source)
+        self._source, self._stage = source, ReplayStage(source)
         self._test = AdoptionTest(before)
         self._walked: list[list[Walked]] = []  # both drafters, by part
+        self._judged: list[SampleSet] = []  # by part
 
     def write(self, network: TrainableDrafter) -> None:
         """Write the candidate with the active calibration."""
@@ -104,6 +106,19 @@ class Trial:
             if self._test.gain.high < 0:
                 return self._outcome("worse")
         return self._outcome("no_gain")
+
+    def judge_form(self) -> Generator[TrainerState, None, FormTest]:
+        """Replay the judged prompts once more, with the active drafter in FP8."""
+        self._stage = ReplayStage(self._source)  # gives back the candidate's memory
+        drafter = self._handed.replayed(self._handed.directory, "fp8")
+        plan, test = PinnedPlan(self._strategy), FormTest()
+        for samples, (in_force, _) in zip(self._judged, self._walked, strict=True):
+            task, every = Task(drafter, plan), range(len(samples))
+            (walked,) = evaluate(samples.responses, every, [task], self._stage)
+            sums = figures.by_response(in_force), figures.by_response(walked)
+            test.observe(*sums, samples.responses.group_N)
+            yield TrainerState.EVALUATING
+        return test
 
     def _fit(
         self, candidate: ReplayedDrafter, entries: Sequence[Recorded]
@@ -146,6 +161,7 @@ class Trial:
             samples.responses.group_N[before.response_N],
         )
         self._walked.append(both)
+        self._judged.append(samples)
 
     def _outcome(self, refused: str) -> RoundEnd:
         before, after = (Walked.joined([both[i] for both in self._walked]) for i in range(2))

@@ -36,6 +36,7 @@ from tlt_server.trainer.recording.buffer import SampleBuffer
 from tlt_server.trainer.recording.recorded import RecordedDocuments
 from tlt_server.trainer.recording.state_store import StateStore, recompute_of
 from tlt_server.trainer.replaying.handed import Handed, read_handed
+from tlt_server.wire.kept import DrafterForm, read_form
 from tlt_server.wire.training import (
     NO_DATA,
     Facts,
@@ -371,11 +372,25 @@ class DrafterWork:
         )
         trial.write(trainer.network)
         outcome = yield from trial.run(drawn[:FITTED], groups)
+        if outcome.refused in ("worse", "no_gain") and self._form_is_open(handed):
+            yield from self._judge_form(trial)
         self._candidate = trial.digest
         if outcome.refused == "worse":  # got worse: begin again from the active drafter
             self._saved.forget()
             self._trainer, self._candidate = None, ""
         return outcome
+
+    def _form_is_open(self, handed: Handed) -> bool:
+        """Return True if the drafter might be faster in FP8: on a GPU, which reads its weights."""
+        drafter, file = Path(self._settings.drafter), self._settings.form
+        may = bool(file) and handed.quantization == "none" and self._device != "cpu"
+        return may and read_form(Path(file), drafter) is None
+
+    def _judge_form(self, trial: Trial) -> Generator[TrainerState, None, None]:
+        test = yield from trial.judge_form()
+        if test.passed:
+            found = DrafterForm(drafter=self._settings.drafter, lost=test.lost.value)
+            found.write(Path(self._settings.form))
 
     def _held_out(self, entries: list[Recorded], version: str) -> list[list[Recorded]]:
         """Return the held-out prompts for the judgement, each with its sequences that have

@@ -87,9 +87,11 @@ class Handed(NamedTuple):
     def drafter_key(self) -> str:
         return drafter_key(self.drafter_version, self.quantization)
 
-    def replayed(self, directory: Path) -> ReplayedDrafter:
-        """Load another drafter in the form of the active one."""
-        device, how = self.in_force.device, self.quantization
+    def replayed(
+        self, directory: Path, quantization: QuantizationName | None = None
+    ) -> ReplayedDrafter:
+        """Load another drafter, or the active one, by default in the form of the active one."""
+        device, how = self.in_force.device, quantization or self.quantization
         return ReplayedDrafter.load(directory, self.frame, device=device, quantization=how)
 
 
