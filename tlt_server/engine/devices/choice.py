@@ -368,8 +368,7 @@ def wider_settings(settings: DecidedSettings, config: ModelConfig) -> list[Decid
 def check_gpu_leaves(settings: DecidedSettings, config: ModelConfig) -> None:
     """Raise `StartupError` for reduction segments that GPUs cannot cut this model into."""
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
-    # Two leaves of one rank may have any lengths, but not in FP8.
-    if ranks > 1 or leaves != GPU_LEAVES or config.quantization is not None:
+    if ranks > 1 or leaves != GPU_LEAVES:  # two leaves of one rank may have any lengths
         check_leaves(config, leaves, GPU_LEAF_UNIT, str(settings.model), ranks)
 
 

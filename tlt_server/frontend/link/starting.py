@@ -150,13 +150,14 @@ class ProgressLines:
 
     def ready(self, url: str, config: ResolvedConfig, info: EngineInfo) -> None:
         full_length = info.pages * info.page_size // info.max_model_len
+        in_fp8 = ", FP8 weights" * (info.fingerprint.quantization == "fp8")
         self._say(
             f"tlt: ready at {url} | model {config.served_model_name} | "
             f"weights {info.weight_version} | {info.pages} pages of {info.page_size} | "
             f"up to {info.max_running} sequences ({full_length} at full length) | "
             f"drafter {info.drafter or 'none'} | policy {info.policy} | "
             f"numerics {info.numerics.partition(':')[0]} | "
-            f"{info.gpu or info.device}, {info.dtype}, attention {info.attention}"
+            f"{info.gpu or info.device}, {info.dtype}{in_fp8}, attention {info.attention}"
         )
         if config.drafter_training != "off":
             self._say(
