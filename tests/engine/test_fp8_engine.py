@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine.fp8 import effective_sums, save_in_fp8
 from tests.engine.halting import EAGLE
-from tests.engine.pushing import Pushable, cpu_settings
+from tests.engine.pushing import Pushable, cpu_settings, perturbed, why
 from tests.engine.test_engine import bits, requests
 from tests.engine.test_strict_numerics import CONFIG, TOKENS
 from tests.engine.two_ranks import one, shared
@@ -38,8 +39,11 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def settings() -> EngineSettings:
-    return cpu_settings(TARGET, DRAFTER, quantization="fp8", reduction_leaves=2)
+def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    root = tmp_path_factory.mktemp("fp8")
+    return cpu_settings(
+        TARGET, DRAFTER, quantization="fp8", reduction_leaves=2, weight_root=str(root)
+    )
 
 
 def responses(engine: Pushable, policy: SetPolicy, count: int = 6) -> dict[str, Any]:
@@ -59,6 +63,24 @@ def test_strategies_and_widths_change_no_bit(one: Pushable, shared: Pushable) ->
             assert responses(engine, policy) == expected
     single = replace(one.settings, max_running=1, quantization="none")
     assert responses(Pushable(single), SetPolicy("off")) != expected, "nothing is in FP8"
+
+
+def test_ranks_share_what_is_pushed_in_any_form(one: Pushable, shared: Pushable) -> None:
+    root = Path(one.settings.weight_root or "")
+    new = perturbed(TARGET, root / "new", 1)
+    wanted = effective_sums(load_file(new / "model.safetensors"))
+    expected = responses(one, SetPolicy("off"))
+    said = list[Any]()
+    for source in (new, save_in_fp8(new, root / "in-fp8")):
+        for engine in (one, shared):
+            report = engine.push(source, source.name)
+            assert report.result == "committed", why(report)
+            sums = engine.checksums()
+            assert {name: sums[name] for name in wanted} == wanted
+            said.append(responses(engine, SetPolicy("off")))
+            assert engine.roll_back().result == "rolled_back"
+    assert expected != said[0] and all(each == said[0] for each in said)
+    assert responses(one, SetPolicy("off")) == responses(shared, SetPolicy("off")) == expected
 
 
 def test_live_checksums_are_those_that_a_trainer_computes(one: Pushable) -> None:

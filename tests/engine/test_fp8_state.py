@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.engine.adapters import write_adapter
 from tests.engine.fp8 import BLOCKS, effective_sums, in_halves, is_map, save_in_fp8
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, cpu_settings, perturbed, small_request, why
+from tests.engine.test_peer import KEY, Source
 from tests.engine.tiny import write_eagle, write_target
 from tlt_client.channels.checkpoint import INDEX
 from tlt_client.quantise import SCALE_SUFFIX
@@ -145,6 +148,35 @@ def test_rollback_over_a_restart_restores_the_initial_version(
     assert engine.roll_back().result == "rolled_back"
     again = Pushable(kept)
     assert again.info.weight_version == "initial" and again.checksums() == before
+
+
+def test_files_of_a_peer_in_fp8_give_its_version(
+    kept: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    given = Pushable(kept)
+    given.push(root / "new", "v1")
+    (file,) = (Path(kept.state_dir or "") / "weights").glob("push-*/target/*.safetensors")
+    source = Source(file.read_bytes())
+    try:
+        taker = Pushable(replace(kept, state_dir=str(tmp_path / "other"), link_port=0))
+        report = taker.push(source.url, "v1", channel="peer", key=KEY)
+    finally:
+        source.close()
+    assert report.result == "committed", why(report)
+    for engine in (taker, Pushable(taker.settings)):
+        assert engine.checksums() == given.checksums() and engine.run(ASKED) == given.run(ASKED)
+
+
+def test_adapter_of_a_target_in_fp8_follows_its_pushes(root: Path) -> None:
+    engine = Pushable(settings_of(root, max_loras=1, max_lora_rank=4))
+    path, lora = write_adapter(root / "adapter", root / "base", 1), replaced(ASKED, lora="math")
+    report = engine.push(path, "a1", role="adapter", adapter="math")
+    assert report.result == "committed", why(report)
+    before = engine.run(lora)
+    assert before != engine.run(ASKED)
+    engine.push(root / "new-fp8", "v1")
+    assert engine.run(lora) != before
+    assert engine.roll_back().result == "rolled_back" and engine.run(lora) == before
 
 
 # -- servers of another quantisation ---------------------------------------------------------------
