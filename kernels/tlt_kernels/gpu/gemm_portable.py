@@ -25,13 +25,15 @@ from tlt_kernels.gpu.target import PDL, dot, pdl_launch, pdl_wait
 def _add(x, scales_GW, weight, scales_BG, total_NM, m, n, k, K, W, BM: tl.constexpr):
     """Return the sum so far and the products at k. With scales these are a sum of their own."""
     if scales_GW is None:
-        return dot(weight.load([n, k]), x.load([m, k]).T, total_NM)
-    row, g = m + tl.arange(0, BM), k // 128
-    scale_M = tl.load(scales_GW + g * W + row, mask=row < W, other=0.0)
-    scale_M *= tl.load(scales_BG + n // 128 * (K // 128) + g)
-    zeros_NM = tl.zeros(total_NM.shape, tl.float32)
-    found_NM = dot(weight.load([n, k]), x.load([m, k]).T, zeros_NM)
-    return tl.fma(found_NM, tl.broadcast_to(scale_M[None, :], total_NM.shape), total_NM)
+        total_NM = dot(weight.load([n, k]), x.load([m, k]).T, total_NM)
+    else:
+        row, g = m + tl.arange(0, BM), k // 128
+        scale_M = tl.load(scales_GW + g * W + row, mask=row < W, other=0.0)
+        scale_M *= tl.load(scales_BG + n // 128 * (K // 128) + g)
+        zeros_NM = tl.zeros(total_NM.shape, tl.float32)
+        found_NM = dot(weight.load([n, k]), x.load([m, k]).T, zeros_NM)
+        total_NM = tl.fma(found_NM, tl.broadcast_to(scale_M[None, :], total_NM.shape), total_NM)
+    return total_NM
 
 
 @triton.jit
