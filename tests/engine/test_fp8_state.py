@@ -5,6 +5,7 @@ the weights in use when nothing is staged.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from tlt_server.wire.commands import HandOver, ReadWeights, Sleep, WakeUp
 SINGLE = "model.safetensors"
 MAP = "model.layers.0.self_attn.q_proj.weight"
 ASKED = small_request(8)
+PHASES = ("open", "check", "read", "fill", "spool", "done")
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,29 @@ def test_state_directory_is_in_fp8_and_restarts_equal(
     assert again.roll_back().result == "rolled_back"
     restored = Pushable(kept)
     assert restored.info.weight_version == "v1" and restored.checksums() == sums
+
+
+def test_restart_after_a_kill_in_any_phase_serves_the_commit(
+    kept: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    engine, state = Pushable(kept), Path(kept.state_dir or "")
+    engine.push(root / "new", "v1")
+    sums, left = engine.checksums(), list[Path]()
+
+    def copy(phase: str) -> None:
+        """Keep the state directory as a kill would leave it now."""
+        left.append(tmp_path / f"{len(left)}-{phase}")
+        shutil.copytree(state, left[-1])
+
+    engine.engine.pushes.transaction.on_phase = copy
+    assert engine.push(root / "new-fp8", "v2", commit=False).result == "staged"
+    assert engine.push(root / "newer", "v3").result == "conflict"
+    assert {path.name.partition("-")[2] for path in left} == {*PHASES}
+    for directory in {path.name.partition("-")[2]: path for path in left}.values():
+        again = Pushable(replace(kept, state_dir=str(directory)))
+        assert (again.info.weight_version, again.info.lost) == ("v1", {})
+        assert again.checksums() == sums
+        assert len([*directory.glob("weights/push-*")]) == 1
 
 
 def test_fp8_version_is_lost_to_a_server_without_fp8(kept: EngineSettings, root: Path) -> None:
