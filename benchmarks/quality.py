@@ -34,6 +34,7 @@ from tlt_server.bench.steps import random_requests
 from tlt_server.demo.workload import TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.start.assembly import assemble
+from tlt_server.models.loader import draw
 from tlt_server.wire.commands import Submit
 from tlt_server.wire.records import GenerateRequest
 
@@ -127,12 +128,13 @@ def rows_of(name: str, base: EngineSettings, requests: Answers) -> Iterator[dict
 
 
 def write_random(directory: Path, layers: int, device: str) -> None:
-    """Write a few layers with random weights in bfloat16."""
+    """Write a few layers in bfloat16 with the random weights of `tlt bench decode --shape`."""
     shape = replace(SHAPES[SHAPE], layers=layers)
     write_config(directory, replace(shape, vocab=VOCABULARY.get(device, shape.vocab)), "bfloat16")
-    torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(directory)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        draw(dict(model.named_parameters()))
     model.save_pretrained(directory)
 
 
