@@ -16,10 +16,14 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, interpreted, request
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.ranks_of_tests import run_rank_of_tests
-from tests.engine.tiny import Shape, write_eagle1, write_target
+from tests.engine.tiny import SMALLEST, Shape, write_eagle, write_eagle1, write_target
 from tests.engine.two_ranks import two_ranks
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import ModelError
+from tlt_server.settings.server import QuantizationName
+from tlt_server.trainer.replaying.handed import gpu_frame
+from tlt_server.trainer.replaying.replay import ReplayedDrafter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
 REQUESTS = [
@@ -27,6 +31,8 @@ REQUESTS = [
     for i, each in enumerate(problems_as_requests(TARGET, 2, group=1, seed=0, max_tokens=5))
 ]
 IDS = [each.id for each in REQUESTS]
+# The smallest widths that blocks of 128 divide.
+WIDE = Shape(vocab=64, hidden=128, layers=2, head_dim=128, mlp=128, features=(1, 0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +93,8 @@ def test_two_ranks_draft_as_one_in_fp8(settings: EngineSettings, how: str) -> No
 
 
 def test_eagle1_in_fp8_changes_no_token(tmp_path: Path) -> None:
-    shape = Shape(vocab=64, hidden=128, layers=2, head_dim=128, mlp=128, features=(1, 0, 1))
-    write_target(tmp_path / "base", shape=shape)
-    write_eagle1(tmp_path / "drafter", tmp_path / "base", shape=shape)
+    write_target(tmp_path / "base", shape=WIDE)
+    write_eagle1(tmp_path / "drafter", tmp_path / "base", shape=WIDE)
     given = replace(
         interpreted(tmp_path), policy="fixed", sd_strategy="eagle:2x1x3", max_running=2, max_rows=16
     )
@@ -100,3 +105,23 @@ def test_eagle1_in_fp8_changes_no_token(tmp_path: Path) -> None:
             each.run(*asked)
     ids = [each.id for each in asked]
     assert bits(engine, ids) == bits(plain, ids) and engine.checksums() == plain.checksums()
+
+
+@pytest.mark.parametrize("how", ["none", "fp8"])
+def test_trainer_loads_eagle1_for_a_gpus_replay(tmp_path: Path, how: QuantizationName) -> None:
+    """The head is the target's."""
+    base = write_target(tmp_path / "base", shape=WIDE)
+    drafter = write_eagle1(tmp_path / "drafter", base, shape=WIDE)
+    embedding_VH = torch.randn(WIDE.vocab, WIDE.hidden, dtype=torch.bfloat16)
+    frame = gpu_frame(base, drafter, embedding_VH, embedding_VH, 2)
+    network = ReplayedDrafter.load(drafter, frame, device="cuda", quantization=how).weights.network
+    assert network.head_matrix.values is embedding_VH and network.quantization == how
+
+
+def test_widths_that_cut_blocks_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    base = write_target(tmp_path / "base", shape=SMALLEST)
+    drafter = write_eagle(tmp_path / "drafter", shape=SMALLEST, draft_vocab=40)
+    embedding_VH = torch.randn(SMALLEST.vocab, SMALLEST.hidden)
+    frame = gpu_frame(base, drafter, embedding_VH, embedding_VH, 2)
+    with pytest.raises(ModelError, match="multiple of 128; use --drafter-quantization none"):
+        ReplayedDrafter.load(drafter, frame, device="cuda", quantization="fp8")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from tlt_client.quantise import BLOCK
 from tlt_server.errors import ModelError
 from tlt_server.models.config import LayerShape, ModelConfig
+from tlt_server.models.draft_networks import ARCHITECTURES
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16  # query heads of one KV head
@@ -36,7 +37,10 @@ def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
     sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
     unit, need = WIDTHS, "GPU kernels need"
     if config.quantization is not None:
-        unit, need, remedy = BLOCK, "FP8 on a GPU needs", f"use --quantization none, {remedy}"
+        flag = (
+            "--drafter-quantization" if config.architecture in ARCHITECTURES else "--quantization"
+        )
+        unit, need, remedy = BLOCK, "FP8 on a GPU needs", f"use {flag} none, {remedy}"
         sizes["num_attention_heads x head_dim"] = config.heads * config.head_dim
         sizes["num_key_value_heads x head_dim"] = config.kv_heads * config.head_dim
     for name, size in sizes.items():

@@ -41,13 +41,17 @@ class Frame(Served, Protocol):
     def feature_width(self) -> int: ...
 
 
+class HandedHead(NamedTuple):
+    weight_WH: Tensor  # rows of the draft vocabulary: all of them where a drafter has no head
+
+
 @dataclass
 class GpuFrame(TargetShape):
     """The parts of a `models.gpu.decoder.GpuDecoder` that its drafter reads."""
 
     placement: Placement
     embedding_VH: Tensor
-    head_VH: Tensor  # rows of the draft vocabulary: all of them where a drafter has no head
+    head: HandedHead
     split: Split
 
     @property
@@ -165,7 +169,8 @@ def gpu_frame(
     config = ModelConfig.read(model)
     placement = Placement(embedding_VH.device, embedding_VH.dtype, StrictMatmuls())
     layers = feature_layers(drafter, config)
-    return GpuFrame(config, layers, placement, embedding_VH, head_CH, Split(leaves))
+    head = HandedHead(head_CH)
+    return GpuFrame(config, layers, placement, embedding_VH, head, Split(leaves))
 
 
 FRAMES: dict[str, Callable[[Path, Path, Tensor, Tensor, int], Frame]] = {
