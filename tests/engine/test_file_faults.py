@@ -250,8 +250,8 @@ MANIFESTS: dict[str, tuple[list[dict[str, object]], str]] = {
             "Tensor": "use one of",
             "quint4x2": "use one of",
             "complex128": "use one of",
-            "float64": "takes it as bfloat16 or float16 or float32",
-            "torch.int64": "takes it as bfloat16 or float16 or float32",
+            "float64": "takes it as float32 or bfloat16 or float16",
+            "torch.int64": "takes it as float32 or bfloat16 or float16",
         }.items()
     },
 }

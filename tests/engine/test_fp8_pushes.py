@@ -174,6 +174,12 @@ def test_halves_that_do_not_fit_are_refused_whole(
     assert re.search(said, message), message
 
 
+def test_shape_of_scales_is_checked_before_memory_is_taken(trainer: Fp8Trainer) -> None:
+    tensors = in_halves(trainer.new) | {SCALES: torch.ones(64, 64)}
+    for channel in ("broadcast", "ipc"):
+        assert re.search(rf"the manifest: .*{SCALES}.*expected", trainer.refused(channel, tensors))
+
+
 def test_scales_may_come_in_bfloat16(trainer: Fp8Trainer) -> None:
     narrow = {
         name: tensor.bfloat16() if name.endswith(SCALE_SUFFIX) else tensor

@@ -120,7 +120,10 @@ class Arriving:
         self.halves.check_names(coming, {} if partial else dtypes, self.place)
         check_names(expected, coming, {*self.others, *self.halves.scales}, self.place)
         for name, entry in declared.items():
-            if entry.shape is not None and name not in self.halves.scales:
+            if entry.shape is not None and name in self.halves.scales:
+                dtype = dtypes.get(name, torch.float32)
+                self.halves.check_layout(name, entry.shape, dtype, "the manifest")
+            elif entry.shape is not None:
                 check_shape(name, entry.shape, self.parameters, "the manifest")
         for layout in receiver.layouts:
             if layout.role == self.role:
