@@ -132,8 +132,8 @@ def write_random(directory: Path, layers: int, device: str) -> None:
     shape = replace(SHAPES[SHAPE], layers=layers)
     write_config(directory, replace(shape, vocab=VOCABULARY.get(device, shape.vocab)), "bfloat16")
     config = transformers.AutoConfig.from_pretrained(directory)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
+    with torch.device(device), torch.no_grad():
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         draw(dict(model.named_parameters()))
     model.save_pretrained(directory)
 
@@ -154,6 +154,7 @@ def main(arguments: Sequence[str]) -> None:
         attention="triton" if on_gpu else "cpu",
         kv_memory_mb=1024,
         max_model_len=1024,
+        graphs=False,
     )
     problems = problems_as_requests(TARGET, 4 * count, group=1, seed=0, max_tokens=length)
     rows += rows_of("demo", base, problems)
