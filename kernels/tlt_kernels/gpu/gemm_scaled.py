@@ -298,31 +298,9 @@ def _multiply_tile(
             x_buffer, w_buffer, s_buffer, ready, free, scale_B, other_scale_B, g, G - 1, steps,
             stage, phase, BN, STAGES, SHARE,
         )  # fmt: skip
-        if FOLD == 2:
-            _park(acc, out_PMN, M, N, m, n, s, stage >> 30)
-            _park(second_acc, out_PMN, M, N, m, n + HALF, s, stage >> 30)
-            acc, second_acc, stage, phase = _add_halves(
-                x_buffer, w_buffer, s_buffer, ready, free, scale_B, other_scale_B, g + steps, G - 1,
-                steps, stage, phase, BN, STAGES, SHARE,
-            )  # fmt: skip
-            acc = _add_parked(acc, out_PMN, M, N, m, n, s, stage >> 30)
-            second_acc = _add_parked(second_acc, out_PMN, M, N, m, n + HALF, s, stage >> 30)
         store(acc, bias_N, out_PMN, M, N, m, n, s, stage >> 30, GATED, BIASED, X_FIRST, 4)
-        store(
-            second_acc,
-            bias_N,
-            out_PMN,
-            M,
-            N,
-            m,
-            n + HALF,
-            s,
-            stage >> 30,
-            GATED,
-            BIASED,
-            X_FIRST,
-            4,
-        )
+        n += HALF
+        store(second_acc, bias_N, out_PMN, M, N, m, n, s, stage >> 30, GATED, BIASED, X_FIRST, 4)
     return stage, phase
 
 

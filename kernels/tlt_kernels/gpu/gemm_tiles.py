@@ -101,23 +101,40 @@ _STREAM: dict[Kind, _Table] = {
 _FEW_SCALED: _Table = ((16, (Tile(16, 64, 128, 4, 20),)), (32, (Tile(32, 64, 128, 4, 16),)))
 _SCALED_64 = Tile(64, 64, 128, 4, 12, most=2)
 _SCALED_128 = Tile(128, 128, 128, 8, 6, most=2, x_first=True)
-_SCALED: dict[Kind, _Table] = dict.fromkeys(
-    Kind,
-    (
-        *_FEW_SCALED,
-        (64, (_SCALED_64,)),
-        (128, (replace(_SCALED_128, columns=64, stages=8),)),
-        (256, (replace(_SCALED_128, group=2),)),
-        (512, (replace(_SCALED_128, group=4),)),
-        (_MANY, (replace(_SCALED_128, group=8),)),
-    ),
-)
-_SCALED[Kind.GATED] = (
+_SCALED_WIDE = Tile(128, 256, 128, 8, 4, most=1, x_first=True)
+_SCALED_LINEAR: _Table = (
     *_FEW_SCALED,
-    (64, (replace(_SCALED_64, pieces=2),)),
-    (128, (_SCALED_128,)),
-    (_MANY, (replace(_SCALED_128, group=4),)),
+    (64, (replace(_SCALED_64, x_first=True),)),
+    (128, (replace(_SCALED_128, columns=64, stages=8),)),
+    (256, (replace(_SCALED_128, group=2),)),
+    (512, (replace(_SCALED_128, group=4, pieces=2),)),
+    (1024, (replace(_SCALED_128, group=8, pieces=2),)),
+    (_MANY, (replace(_SCALED_WIDE, group=8, pieces=2),)),
 )
+_SCALED_PARTIALS: _Table = (
+    *_FEW_SCALED,
+    (64, (_SCALED_64,)),
+    (128, (replace(_SCALED_128, columns=64, stages=8),)),
+    (256, (replace(_SCALED_128, group=2),)),
+    (512, (replace(_SCALED_128, group=4),)),
+    (_MANY, (replace(_SCALED_128, group=8, pieces=2),)),
+)
+_SCALED: dict[Kind, _Table] = {
+    Kind.LINEAR: _SCALED_LINEAR,
+    # Wide sums in float32 do not fit a thread's registers.
+    Kind.HEAD: (*_SCALED_LINEAR[:-2], (_MANY, (replace(_SCALED_128, group=8, pieces=2),))),
+    Kind.PARTIALS: _SCALED_PARTIALS,
+    Kind.FOLDED: _SCALED_PARTIALS,
+    Kind.GATED: (
+        *_FEW_SCALED,
+        (64, (replace(_SCALED_64, x_first=True),)),
+        (128, (replace(_SCALED_128, pieces=2),)),
+        (256, (replace(_SCALED_WIDE, group=2, pieces=2),)),
+        (512, (replace(_SCALED_WIDE, group=4, pieces=2),)),
+        (1024, (replace(_SCALED_WIDE, group=8),)),
+        (_MANY, (replace(_SCALED_WIDE, group=16),)),
+    ),
+}
 _PORTABLE = (
     (16, Tile(16, 64, 64, 4, 4)),
     (64, Tile(64, 64, 64, 4, 4)),
