@@ -69,7 +69,7 @@ class Model(NamedTuple):
 
 
 SMALL = Model(32, 4, 2, 512, 4)
-FP8 = Model(128, 4, 2, 512, 4, quantization=Quantization(frozenset({"layers.1.mlp"})))
+FP8 = Model(128, 4, 2, 512, 4, quantization=Quantization(("layers.1.mlp",)))
 MODELS = {
     "4b": Model(2560, 32, 8, 9728, 4, "Qwen3"),
     "7b": Model(3584, 28, 4, 18944, 4),

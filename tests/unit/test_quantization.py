@@ -53,6 +53,12 @@ def test_names_of_modules_match_by_whole_parts() -> None:
     assert parsed(ignored_layers=["mlp"]) == parsed(modules_to_not_convert=["mlp"])
 
 
+def test_config_has_one_text_for_digests() -> None:
+    """Sets have another order in each process, and the kernels' record is found by this text."""
+    found = parsed(modules_to_not_convert=["mlp", "o_proj"])
+    assert found is not None and list(found.kept) == sorted(found.kept) and len(found.kept) == 8
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -97,6 +103,14 @@ def test_other_types_than_bfloat16_are_refused_on_a_gpu() -> None:
     for dtype in ("float16", "float32"):
         with pytest.raises(StartupError, match="use dtype bfloat16"):
             chosen(CONFIG, quantization="fp8", dtype=dtype)
+
+
+@pytest.mark.parametrize("config", [CONFIG, FP8])
+def test_checkpoint_in_float16_is_served_in_bfloat16(config: ModelConfig) -> None:
+    files = SimpleNamespace(dtype=lambda: "float16", config=lambda: config)
+    found, reasons = choose(EngineSettings(model="m", quantization="fp8"), CARD, files)  # type: ignore[arg-type]
+    assert found.dtype == "bfloat16"
+    assert reasons["dtype"] == "bfloat16: FP8, and the checkpoint in float16"
 
 
 def test_shapes_that_cut_blocks_are_refused() -> None:

@@ -47,7 +47,7 @@ class Quantization:
     `model.layers.0.mlp.down_proj`.
     """
 
-    kept: frozenset[str] = frozenset()
+    kept: tuple[str, ...] = ()  # sorted: digests of a config are the same in every process
 
     def covers(self, module: str) -> bool:
         """Return True if it is in FP8. `module`: a tensor's name without `.weight`."""
@@ -93,7 +93,7 @@ def parse_quantization(raw: dict[str, Any], layers: int, source: str) -> Quantiz
                     f"{', '.join(names)} are one matmul here: quantise all of them or none"
                 )
             kept.update(own)
-    return Quantization(frozenset(kept))
+    return Quantization(tuple(sorted(kept)))
 
 
 def _refused(source: str, found: str) -> ModelError:

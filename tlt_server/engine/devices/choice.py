@@ -226,9 +226,9 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceCho
     reasons, dtype = {}, str(settings.dtype)
     if settings.dtype is None:
         own = model.dtype()
-        dtype = gpu_dtype(own)
-        halved = f"half the size of the checkpoint in {own}"
-        reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else halved}"
+        dtype = gpu_dtype(own) if config.quantization is None else "bfloat16"
+        other = f"{'half the size of' if own == 'float32' else 'FP8, and'} the checkpoint in {own}"
+        reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else other}"
     if config.quantization is not None and dtype != "bfloat16":
         raise StartupError(
             f"quantization is fp8 and dtype {dtype}: what is computed with FP8 weights is in "
