@@ -23,6 +23,15 @@ QUALITY = {
     "99.9 %": "{p999:.4f}",
     "KL": "{divergence:.1e}",
 }
+FP8_MATMULS = {
+    "rows": "{rows}",
+    "leaves": "{leaves}",
+    "ms": "{products_ms:.3f}",
+    "of bfloat16": "{of_bfloat16:.3f}",
+    "of the library": "{of_cublas}",
+    "of memory": "{of_memory:.2f}",
+    "TFLOP/s": "{TFLOP/s}",
+}
 SMALLEST_SHARE = 0.01  # part of a cycle; kernels that take less are summed in one row
 SHORT_PROMPT = 128  # tokens; cycles after longer prompts are not broken down
 FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
@@ -195,12 +204,18 @@ def exact(figures: Figures) -> Iterator[str]:
 def matmuls(figures: Figures) -> Iterator[str]:
     shape, ranks = figures["shape"], figures.get("tensor_parallel", 1)
     one = f", one of {ranks} ranks" if ranks > 1 else ""
+    fp8 = [row for row in figures["rows"] if "weights" in row]
     yield (
         f"{shape['layers']} layers of {shape['hidden']}{one}. "
         "Time of all matmuls of a step over cuBLAS's, by rows: "
-        + ", ".join(f"{row['of_cublas']:.3f} ({row['rows']})" for row in figures["rows"])
+        + ", ".join(
+            f"{row['of_cublas']:.3f} ({row['rows']})" for row in figures["rows"] if row not in fp8
+        )
         + "."
     )
+    if fp8:
+        yield "FP8: time over that in bfloat16, and over the library's with the same scales."
+        yield table(FP8_MATMULS, ({"of_cublas": "", **row} for row in fp8))
 
 
 def quality(figures: Figures) -> Iterator[str]:

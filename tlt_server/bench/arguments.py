@@ -315,6 +315,7 @@ BENCHES = {
                 "leaves of K in o and down projections, over all ranks, of 1, 2, 4 and 8, in "
                 "turns [default 2, or one for each rank]",
             ),
+            flag("--quantization none|fp8", "also time weights in this form, in turns", "none"),
             *JSON,
         ),
     ),

@@ -94,11 +94,16 @@ def _library(
     rows, dtype = (x.values_MK, torch.bfloat16) if isinstance(x, Quantised) else (x, x.dtype)
     if len(rows) <= FEW_ROWS or out_dtype not in (None, dtype):
         return None
-    if isinstance(x, Tensor) and weight.scales is None:
-        return functional.linear(x, weight.values, bias_N)
-    if not has_block_scales(rows.device) or len(rows) % SCALED_ROWS:
-        return None
-    return _scaled(quantise_rows(x) if isinstance(x, Tensor) else x, weight, bias_N)
+    if weight.scales is not None:
+        if not takes_scales(rows.device, len(rows)):
+            return None
+        x = quantise_rows(x) if isinstance(x, Tensor) else x
+    return by_library(x, weight, bias_N)
+
+
+def takes_scales(device: torch.device, rows: int) -> bool:
+    """Return True if the library multiplies this many rows in FP8."""
+    return has_block_scales(device) and rows % SCALED_ROWS == 0
 
 
 @cache
@@ -109,17 +114,19 @@ def has_block_scales(device: torch.device) -> bool:
     x = torch.zeros(BLOCK, BLOCK, dtype=torch.bfloat16, device=device)
     rows = quantise_rows(x)
     try:
-        _scaled(rows, Matrix(rows.values_MK, x.new_ones(1, 1, dtype=torch.float32)), None)
+        by_library(rows, Matrix(rows.values_MK, x.new_ones(1, 1, dtype=torch.float32)))
     except (AttributeError, RuntimeError, ValueError):
         return False
     return True
 
 
-def _scaled(x: Quantised, weight: Matrix, bias_N: Tensor | None) -> Tensor:
-    """Multiply in FP8. The library's scales of rows lie side by side, without padding, and those of
-    a weight's blocks of 128 outputs begin at multiples of four.
+def by_library(x: Tensor | Quantised, weight: Matrix, bias_N: Tensor | None = None) -> Tensor:
+    """Multiply x in the weight's form. The library's scales of rows lie side by side, without
+    padding, and those of a weight's blocks of 128 outputs begin at multiples of four.
     """
     scales = weight.scales
+    if isinstance(x, Tensor):
+        return functional.linear(x, weight.values, bias_N)
     assert scales is not None
     if missing := -scales.shape[1] % 4:
         scales = functional.pad(scales, (0, missing))
