@@ -208,3 +208,20 @@ def test_form_is_judged_on_the_prompts_of_a_trial(record: RolloutRecord, tmp_pat
     (replay,) = trial._stage._replays.values()
     assert replay.drafter.weights.network.quantization == "fp8"
     assert abs(test.lost.value) < 0.1 and not test.passed, "a few prompts are too few"
+
+
+class WithoutFp8(Handed):
+    """A drafter with a width that is no multiple of 128, on a GPU."""
+
+    def replayed(self, *given: object) -> ReplayedDrafter:
+        raise ModelError("FP8 on a GPU needs a multiple of 128")
+
+
+def test_drafter_that_cannot_be_in_fp8_ends_no_round(tmp_path: Path) -> None:
+    target = target_of(TARGET, DRAFTER)
+    drafter, embedding_VH = ReplayedDrafter.load(DRAFTER, target), target.embedding_VH
+    handed = WithoutFp8("initial", "initial", embedding_VH, embedding_VH, target, DRAFTER, drafter)
+    trial = Trial(handed, tmp_path, 1, 0, StateStore(0, 0), target.vocab_size, None, {})
+    with pytest.raises(StopIteration) as ended:
+        next(trial.judge_form())
+    assert not ended.value.value.passed

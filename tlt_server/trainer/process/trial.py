@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
+from tlt_server.errors import ModelError
 from tlt_server.models.draft_layouts import write_flat
 from tlt_server.process.private import private_directory
 from tlt_server.samples.identity import Identity
@@ -108,10 +109,15 @@ class Trial:
         return self._outcome("no_gain")
 
     def judge_form(self) -> Generator[TrainerState, None, FormTest]:
-        """Replay the judged prompts once more, with the active drafter in FP8."""
+        """Replay the judged prompts once more, with the active drafter in FP8. The test stays empty
+        for a drafter whose widths have no FP8 on this device.
+        """
         self._stage = ReplayStage(self._source)  # gives back the candidate's memory
-        drafter = self._handed.replayed(self._handed.directory, "fp8")
         plan, test = PinnedPlan(self._strategy), FormTest()
+        try:
+            drafter = self._handed.replayed(self._handed.directory, "fp8")
+        except ModelError:
+            return test
         for samples, (in_force, _) in zip(self._judged, self._walked, strict=True):
             task, every = Task(drafter, plan), range(len(samples))
             (walked,) = evaluate(samples.responses, every, [task], self._stage)
