@@ -53,9 +53,12 @@ def scales_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def quantise(weight_NK: Tensor) -> QuantisedBlocks:
-    """Quantise a matrix of finite numbers, on its device."""
+    """Quantise a matrix of finite numbers, on its device. Gradients end here, as e4m3 would round
+    them to 0. A trainer passes them by: w + (effective(quantise(w)) - w).detach().
+    """
     import torch
 
+    weight_NK = weight_NK.detach()
     shape, device = weight_NK.shape, weight_NK.device
     values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(scales_shape(shape), dtype=torch.float32, device=device)

@@ -37,6 +37,17 @@ def test_quantising_effective_weights_changes_nothing(shape: tuple[int, int]) ->
     assert same(quantise(effective(first)), first)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_pass_by_quantising_unrounded(dtype: torch.dtype) -> None:
+    """Gradients in e4m3 would be 0."""
+    weight = drawn(200, 384).to(dtype).requires_grad_()
+    assert not effective(quantise(weight)).requires_grad
+    found = weight + (effective(quantise(weight)) - weight).detach()
+    assert torch.equal(found, effective(quantise(weight)).to(dtype))
+    (found * 2.0**-20).sum().backward()
+    assert weight.grad is not None and bool((weight.grad == 2.0**-20).all())
+
+
 @pytest.mark.parametrize("top", [464.0, 465.0, 448.0, 232.0, 233.0, 1.0, 2.0**-30, 2.0**30])
 def test_scale_is_smallest_power_of_two_under_464(top: float) -> None:
     scale = scale_of(torch.tensor([top])).item()
