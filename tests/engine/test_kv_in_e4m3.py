@@ -134,3 +134,15 @@ def test_saved_pages_hold_numbers_and_scales() -> None:
             slots, of = (slice(each * PAGE, (each + 1) * PAGE) for each in (page, source))
             assert torch.equal(mine[:, slots], before[:, of])
             assert torch.equal(cache.scale[..., slots], kept[2][..., of])
+
+
+def test_saved_pages_of_other_types_are_no_bytes() -> None:
+    """Index operations take each element in turn, so as bytes they would take up to four times as
+    long.
+    """
+    cache = KVCache(layers=2, pages=4, page_size=PAGE, scratch=3, kv_heads=2, head_dim=8)
+    cache.k.copy_(torch.randn(cache.k.shape))
+    before, saved = cache.k.clone(), cache.save([2])
+    assert (saved.k.dtype, saved.scale) == (torch.float32, None)
+    cache.restore(saved, [1])
+    assert torch.equal(cache.k[:, PAGE : 2 * PAGE], before[:, 2 * PAGE : 3 * PAGE])

@@ -43,7 +43,7 @@ class Rows:
 
 
 class SavedPages(NamedTuple):
-    k: Tensor  # [layers, slots, KV heads, head width], bytes
+    k: Tensor  # [layers, slots, KV heads, head width], e4m3 as bytes
     v: Tensor
     features_SF: Tensor
     scale: Tensor | None  # [layers, 2, KV heads, slots]
@@ -136,8 +136,8 @@ class KVCache:
         """
         kv_slots_S = self._kv_slots(pages)
         return SavedPages(
-            _bytes(self.k)[:, kv_slots_S].cpu(),
-            _bytes(self.v)[:, kv_slots_S].cpu(),
+            _indexed(self.k)[:, kv_slots_S].cpu(),
+            _indexed(self.v)[:, kv_slots_S].cpu(),
             self.features_SF[kv_slots_S].cpu(),
             None if self.scale is None else self.scale[..., kv_slots_S].cpu(),
         )
@@ -150,8 +150,8 @@ class KVCache:
     def restore(self, saved: SavedPages, pages: list[int]) -> None:
         """Write a copy into other pages; there may be more pages than were saved."""
         kv_slots_S, device = self._kv_slots(pages)[: saved.k.shape[1]], self.k.device
-        _bytes(self.k)[:, kv_slots_S] = saved.k.to(device)
-        _bytes(self.v)[:, kv_slots_S] = saved.v.to(device)
+        _indexed(self.k)[:, kv_slots_S] = saved.k.to(device)
+        _indexed(self.v)[:, kv_slots_S] = saved.v.to(device)
         self.features_SF[kv_slots_S] = saved.features_SF.to(device)
         if self.scale is not None and saved.scale is not None:
             self.scale[..., kv_slots_S] = saved.scale.to(device)
@@ -169,8 +169,9 @@ class KVCache:
         return sum(array.nbytes for array in self._arrays) // self.k.shape[1]
 
 
-def _bytes(array: Tensor) -> Tensor:
-    return array.view(torch.uint8)
+def _indexed(array: Tensor) -> Tensor:
+    """Return keys or values in a type that can be indexed: e4m3 as bytes."""
+    return array.view(torch.uint8) if array.element_size() == 1 else array
 
 
 def _zeros(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
