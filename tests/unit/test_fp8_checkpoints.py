@@ -163,6 +163,7 @@ def no_weight(tensors: Tensors) -> None:
         *((scale(value), rf"b\.safetensors.*{SCALES}' holds 1 scales") for value in (0.0, -1.0)),
         (scale(float("inf")), rf"{SCALES}' holds 1 scales such as inf"),
         (scale(float("nan")), rf"{SCALES}' holds 1 scales such as nan"),
+        (scale(3e38), rf"a\.safetensors.*{Q}' holds values beyond the range of bfloat16"),
         (other_shape, rf"{SCALES}' has shape \[1, 2\].*expected \[2, 2\]"),
         (other_dtype, rf"{SCALES}' has .*dtype torch\.float16"),
         (alone, rf"a\.safetensors.*{Q}' has dtype torch\.float8_e4m3fn and no tensor '{SCALES}'"),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tlt_client.quantise import (
     BLOCK,
+    MAX_VALUE,
     SCALE_SUFFIX,
     QuantisedBlocks,
     effective,
@@ -133,4 +134,11 @@ def check_blocks(
             f"{where}: tensor {name + SCALE_SUFFIX!r} holds {len(bad)} scales such as "
             f"{bad[0].item()}, expected finite ones above 0; the file is damaged: download it again"
         )
-    return QuantisedBlocks(values_NK, scales_BC.float())
+    blocks = QuantisedBlocks(values_NK, scales_BC.float())
+    large = blocks.scales_BC > torch.finfo(torch.bfloat16).max / MAX_VALUE
+    if bool(large.any()) and not bool(torch.isfinite(effective(blocks)).all()):
+        raise ModelError(
+            f"{where}: tensor {name!r} holds values beyond the range of bfloat16, in which values "
+            "times scales must lie; the file is damaged: download it again"
+        )
+    return blocks
