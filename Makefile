@@ -106,6 +106,8 @@ bench-one-gpu: padded
 	"$(BIN)/tlt" bench cycle --device cuda --json "$(RESULTS)/cycle-demo-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --batch 1,32 --capture --json "$(RESULTS)/capture-gpu.json"
 	"$(BIN)/tlt" bench exact $(ON_PAIR) $(FP8) --json "$(RESULTS)/exact-fp8-gpu.json"
+	"$(BIN)/tlt" bench exact --device cuda $(FP8) --drafter-quantization fp8 --json "$(RESULTS)/exact-demo-fp8-gpu.json"
+	"$(BIN)/tlt" bench gemm $(FP8) --json "$(RESULTS)/gemm-fp8-gpu.json"
 	"$(BIN)/tlt" bench decode $(ON_PAIR) $(FP8) --against none --against fast --json "$(RESULTS)/decode-fp8-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(FP8) --json "$(RESULTS)/cycle-fp8-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(FP8) --drafter-quantization fp8 --json "$(RESULTS)/cycle-fp8-drafter-gpu.json"

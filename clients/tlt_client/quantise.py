@@ -23,7 +23,7 @@ BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"  # in names of tensors: X.weight and X.weight_scale_inv
 MAX_VALUE = 448.0  # the largest e4m3 number
 _LEAST, _NOTHING = 2.0**-100, 2.0**-110  # the smallest scale; magnitudes that it rounds to 0
-_ELEMENTS = 2**23  # computed at a time, which bounds the memory in float32
+_ELEMENTS = 2**24  # computed at a time, which bounds the memory in float32
 
 
 class QuantisedBlocks(NamedTuple):
