@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, fromstring
 
 import pytest
+from msgspec import convert
 from msgspec.structs import asdict, replace
 
 from benchmarks import record_tests
@@ -15,6 +16,7 @@ from benchmarks.record import suites
 from benchmarks.record_tests import EXACT, GOLDEN, PLANS, counts, figures, moved, recorded
 from tlt_kernels import versions
 from tlt_server.bench.record import write_entry
+from tlt_server.wire.fingerprint import Fingerprint
 
 ONE_PASSED = (
     '<testsuites><testsuite time="1"><testcase classname="t" name="a" /></testsuite></testsuites>'
@@ -110,7 +112,8 @@ def test_golden_bits_match_current_and_recorded_numerics() -> None:
     for golden in GOLDEN:
         assert golden.fingerprint.numerics == f"strict {versions.GPU}"
         exact = json.loads(PLANS[golden.gpus].record.read_text())["figures"]["exact"]
-        assert (golden.bits, asdict(golden.fingerprint)) == (exact["bits"], exact["fingerprint"])
+        fingerprint = convert(exact["fingerprint"], Fingerprint)
+        assert (golden.bits, golden.fingerprint) == (exact["bits"], fingerprint)
 
 
 def test_parts_run_separately_make_one_record(
