@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.unit.test_choice import CARD, NONE
+from tests.unit.test_doctor import configured, fails
+from tests.unit.test_doctor import found as finding
 from tests.unit.test_gpu_memory import CONFIG
+from tlt_server.doctor import model
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError, StartupError
@@ -128,3 +135,18 @@ def test_shapes_that_cut_blocks_are_refused() -> None:
     assert chosen(uneven, NONE).settings.reduction_leaves == 1
     with pytest.raises(StartupError, match="use 1$"):
         chosen(uneven, NONE, reduction_leaves=2)
+
+
+def test_doctor_names_the_form_of_the_committed_target(tmp_path: Path) -> None:
+    """A version that was quantised is lost to a server without FP8, and the reverse."""
+    directory = tmp_path / "weights" / "push-1" / "target"
+    directory.mkdir(parents=True)
+    role = {"version": "v7", "digest": "", "directory": "push-1/target"}
+    kept = {"model": str(configured().model.resolve()), "roles": {"target": role}}
+    (tmp_path / "weights" / "current.json").write_text(json.dumps(kept))
+    for name, wrong, right in (("w.weight", "fp8", "none"), ("w.weight_scale_inv", "none", "fp8")):
+        save_file({name: torch.ones(1)}, directory / "model.safetensors")
+        config = configured(state_dir=tmp_path, quantization=wrong)
+        fails(model.committed_weights, config, "target v7 was kept", f"--quantization {right}")
+        config = configured(state_dir=tmp_path, quantization=right)
+        assert finding(model.committed_weights, config).status == "ok"

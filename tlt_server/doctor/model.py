@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tlt_client.quantise import SCALE_SUFFIX
 from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
@@ -31,6 +32,7 @@ from tlt_server.engine.start.checkpoints import (
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.loader import tensor_files
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
 from tlt_server.models.shards import Stored, rank_config, stored_bytes
 from tlt_server.models.split import Split
@@ -258,7 +260,18 @@ def _on_gpu(config: Config) -> bool:
 def committed_weights(config: Config) -> Finding:
     if config.state_dir is None or not (config.state_dir / "weights").is_dir():
         return ok("none are kept")
-    kept = Spool(config.state_dir, str(config.model.resolve())).current()
+    spool = Spool(config.state_dir, str(config.model.resolve()))
+    kept = spool.current()
+    target = kept.get("target")
+    if target is not None and target.directory:
+        files = tensor_files(spool.directory / target.directory)
+        was = any(name.endswith(SCALE_SUFFIX) for name in files)
+        if was != (empty_model(engine_settings(config)).config.quantization is not None):
+            found = (
+                f"target {target.version} was kept {'in' if was else 'without'} FP8, so it is lost"
+            )
+            other = "fp8" if was else "none"
+            return fail(found, f"start with --quantization {other}, or push it again")
     return ok(", ".join(f"{role} {part.version}" for role, part in kept.items()) or "none are kept")
 
 
