@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.engine.oracle import chained
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_files, fill
+from tlt_server.settings.server import QuantizationName
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.calibration import OnlineTable
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights, Sleeper
@@ -39,6 +40,7 @@ class SuccessorTable:
 
     own_embedding, own_head, part, kv_layers = False, True, None, 0
     vocabulary_map = frozenset[str]()
+    quantization: QuantizationName = "none"
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.draft_vocab_size = config, config.vocab_size
@@ -66,7 +68,9 @@ class SuccessorLoader:
     def feature_layers(self, directory: Path, target: ModelConfig) -> tuple[int, ...]:
         return ()
 
-    def empty(self, directory: Path, target: Target) -> SuccessorTable:
+    def empty(
+        self, directory: Path, target: Target, *, quantization: QuantizationName = "none"
+    ) -> SuccessorTable:
         return SuccessorTable(replace(target.config, architecture=ARCHITECTURE))
 
     def fill(self, network: SuccessorTable, directory: Path) -> None:

@@ -37,7 +37,7 @@ FATES = (
 
 
 class Network:
-    config = SimpleNamespace(tied_embeddings=False)
+    config = SimpleNamespace(tied_embeddings=False, quantization=None)
 
     def __init__(self) -> None:
         self.tensors = {name: torch.zeros(4) for name in NAMES}

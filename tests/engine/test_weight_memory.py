@@ -39,7 +39,7 @@ channel, root, keeps = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 tensors, mib = int(sys.argv[4]), int(sys.argv[5])
 
 class Network:
-    config = SimpleNamespace(tied_embeddings=False)
+    config = SimpleNamespace(tied_embeddings=False, quantization=None)
 
     def __init__(self):
         self.tensors = {f"t{i:02}": torch.zeros(mib * 2**18) for i in range(tensors)}

@@ -31,7 +31,7 @@ def test_missing_verb_error_lists_every_verb(
     with pytest.raises(SystemExit) as ended:
         _parse(line)
     said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == "" and len(verbs(_parser())) == 8
+    assert ended.value.code == 2 and said.out == "" and len(verbs(_parser())) == 9
     for verb in verbs(_parser()):
         assert f"\n  {verb}" in said.err.replace("    ", "  "), verb
 

@@ -126,7 +126,7 @@ class RolloutEnd(Struct, frozen=True, tag="end"):
 Record = Header | Grown | RolloutEnd
 # A field that a reader does not know is read over, so each further field makes a later format. It
 # has a default that means what servers did before it. Formats before are read.
-FORMAT = 6
+FORMAT = 7
 _DECODER = msgspec.msgpack.Decoder(Record)
 # How every end begins after the count of its fields, and no other record.
 _END = msgspec.msgpack.encode(RolloutEnd(0.0, 0))[1:10]
